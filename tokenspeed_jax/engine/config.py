@@ -1,0 +1,77 @@
+"""`EngineConfig`: every option of the engine, once. The server's command line is generated from it."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from tokenspeed_jax.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def option(default: Any, help_text: str, *, aliases: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that carries its own command-line help."""
+    return field(default=default, metadata={"help": help_text, "aliases": aliases})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine. Field names are the server's option names with underscores.
+
+    Raises `ConfigError` for a value outside its range; what depends on the checkpoint (context length,
+    memory) is checked by `Engine` before anything is allocated.
+    """
+
+    model: str = field(metadata={"help": "checkpoint folder, GGUF file, or Hugging Face hub id"})
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    dtype: DType = option("auto", "compute dtype; auto takes the checkpoint's (float32 on a CPU)")
+    seed: int = option(0, "seed of requests that bring none")
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own limit")
+    max_num_seqs: int | None = option(None, "most requests in one step; default 256 on a GPU, 16 on a CPU")
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"
+    )
+    gpu_memory_utilization: float = option(0.90, "share of the device's memory that the engine may use, in (0, 1]")
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of the cache arena; default: what gpu_memory_utilization leaves (1 GiB on a CPU)"
+    )
+    prefix_granularity: int | None = option(
+        None, "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
+        aliases=("block_size",),
+    )
+    kernel_page_size: int | None = option(
+        None, "tokens per attention-kernel page; default: the kernel registry's; must divide prefix_granularity"
+    )
+    enable_prefix_caching: bool = option(True, "reuse the cache of equal prompt prefixes")
+    overlap_schedule: bool = option(True, "plan and dispatch a step before the previous one has landed")
+    attention_implementation: Literal["auto", "mosaic", "xla"] = option(
+        "auto", "attention kernels: mosaic (NVIDIA Hopper), xla (any platform), auto picks by platform"
+    )
+    compilation_cache_dir: str | None = option(
+        None, "folder of compiled programs kept between runs; default ~/.cache/tokenspeed_jax/compiled; 'off' disables"
+    )
+    warmup: bool = option(True, "compile every bucket at start; without it a bucket compiles on first use")
+    disable_progress_bars: bool = option(False, "print no progress bars")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model must be a non-empty string", field="model")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
+                     "prefix_granularity", "kernel_page_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}", field=name)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}",
+                field="gpu_memory_utilization",
+            )
+        for name, allowed in (("dtype", get_args(DType)), ("attention_implementation", ("auto", "mosaic", "xla"))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(item.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{item.name} must be true or false, got {value!r}", field=item.name)

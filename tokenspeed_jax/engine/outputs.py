@@ -1,0 +1,65 @@
+"""What a request returns: whole (`RequestOutput`) or as it is produced (`RequestDelta`)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+TopLogprobs = dict[int, float]
+"""Token id to log-probability, most probable first."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation of a prompt.
+
+    Attributes:
+        token_ids: generated ids, the stop token included when one ended the sample.
+        text: `token_ids` decoded, without special tokens and without the stop string that ended it.
+        finish_reason: "stop" (stop string, stop id or end of sequence), "length" or "abort".
+        stop_reason: the stop string or stop id that matched; None for end of sequence and other reasons.
+        logprobs: natural log-probability of each token under the model, before temperature, penalties,
+            bias and truncation; None unless asked for.
+        sampling_logprobs: log-probability of each token under the distribution it was drawn from, after
+            all of these (0.0 at temperature 0); None unless asked for.
+        top_logprobs: per token the most probable ids under the same distribution as `logprobs`.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: list[float] | None = None
+    sampling_logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Everything one prompt produced.
+
+    Attributes:
+        cached_tokens: prompt tokens taken from the prefix cache (of the first sample).
+        samples: `SamplingParams.n` of them, in order.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    cached_tokens: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class RequestDelta:
+    """What one sample gained since its previous delta. The last one carries `finish_reason`."""
+
+    request_id: str
+    sample_index: int
+    prompt_token_ids: list[int]
+    cached_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] | None = None
+    sampling_logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None

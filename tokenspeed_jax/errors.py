@@ -1,0 +1,33 @@
+"""The errors that a user can cause. Each names the field, the value and the limit."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; raised before anything is built.
+
+    Attributes:
+        field: the option's name as in `EngineConfig`, or None when several are at fault.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidRequest(ValueError):
+    """A request that the engine refuses; nothing was changed by it.
+
+    Attributes:
+        parameter: the offending parameter as the caller spelled it, or None for the request as a whole.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, of an unknown architecture, or whose tensors do not fit."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed, or its step loop died; the cause is chained."""
