@@ -1,0 +1,144 @@
+// CacheCoordinator: the scheduler's only entry into the cache.
+//
+// Invariants:
+// - A refused admission changes nothing: tables, indexes, epochs, pool and the caller's probe stay as they were.
+// - An access epoch is issued once, in increasing order from 1; only an admission that succeeds consumes one.
+// - Within one admission publication precedes reclamation, and both precede acquisition.
+// - It holds no per-request state: a request's tables live with the request, one per group in group order.
+//
+// Group ids are dense: a group's id is its position in the specs. Tables and demands passed in always have one element
+// per group.
+//
+// Ownership: owns the device pool and all groups. Tables must be freed or destroyed before the coordinator dies.
+// Thread safety: none; calls must not overlap. The mutation sink is called synchronously and must not call back.
+
+#ifndef TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_
+#define TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "coordinator/cache_group.h"
+#include "coordinator/cache_group_spec.h"
+#include "coordinator/group_geometry.h"
+#include "coordinator/prefix_convergence.h"
+#include "core/block_pool.h"
+#include "core/block_table.h"
+
+namespace tokenspeed {
+
+// Result of probing the cache for a prompt. Only valid for an admission that follows at once: nothing may be admitted,
+// published or cleared in between.
+struct PrefixProbe {
+  std::vector<std::vector<CacheKey>> keys;  // per group, all candidate pages; empty for the neutral probe
+  ConvergedPrefix device;
+
+  int32_t device_prefix_tokens() const { return device.num_common_tokens; }
+  // A boundary that all closed groups cover but the common match does not reach, worth materialising; 0 when none.
+  int32_t promotion_boundary_tokens() const;
+};
+
+// What a request did since its previous transaction.
+struct RequestProgress {
+  std::optional<CompletedPages> completed_pages;  // present only when num_computed_tokens is
+  std::optional<int32_t> num_computed_tokens;
+};
+
+struct AdmissionResult {
+  int32_t device_prefix_tokens = 0;
+  int32_t promotion_boundary_tokens = 0;
+  uint64_t access_epoch = 0;
+  // Per group: ids of the blocks freshly acquired, in acquisition order; prefix hits are not among them.
+  std::vector<std::vector<int32_t>> new_block_ids;
+};
+
+enum class DeviceMutation : uint8_t { kStored, kRemoved };
+using DeviceMutationSink = std::function<void(const CacheKey&, DeviceMutation)>;
+
+enum class BoundaryResidency : uint8_t { kNone, kPartial, kComplete };
+
+class CacheCoordinator {
+ public:
+  // `num_lcm_blocks` usable parents. The sink may be empty.
+  CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_blocks, std::span<const CacheGroupSpec> specs,
+                   DeviceMutationSink sink = nullptr);
+  CacheCoordinator(const CacheCoordinator&) = delete;
+  CacheCoordinator& operator=(const CacheCoordinator&) = delete;
+
+  int32_t prefix_granularity() const { return prefix_granularity_; }
+  int32_t NumGroups() const { return static_cast<int32_t>(groups_.size()); }
+  const CacheGroup& group(int32_t group_id) const;
+  const BlockPool& device_pool() const { return pool_; }
+  // One empty table per group.
+  std::vector<BlockTable> MakeTables() const;
+
+  // Longest prefix of the candidate pages from which every group can resume. Read-only. With no hashes it is the neutral
+  // probe that later chunks and decode steps use.
+  PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes) const;
+
+  // Grows the tables by the demands, publishing `progress` and reclaiming what has expired on the way; evicts as little
+  // as possible. Nothing is returned, and nothing is changed, when it cannot fit. With a hit in the probe the tables
+  // must be empty. `access_epoch` is an epoch issued by this request's first admission, absent for that admission.
+  std::optional<AdmissionResult> Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
+                                       std::span<const TokenDemand> demands, const RequestProgress& progress,
+                                       std::optional<uint64_t> access_epoch = std::nullopt);
+
+  // Publishes completed pages without admitting anything (finish, retraction).
+  void CacheCompletedBlocks(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t access_epoch);
+  // Publishes an exact range in every group: `hashes` are consecutive prefix pages of which the first is number
+  // `first_prefix_page` of the tables.
+  void CacheFullBlocks(std::span<BlockTable> tables, std::span<const PrefixHash> hashes, uint64_t access_epoch,
+                       int32_t first_prefix_page, BoundaryKind kind);
+
+  void Free(std::span<BlockTable> tables);
+
+  // The test for a decode step in place: every tail has room for `num_tokens`, and no group has a block to give up at
+  // the frontier. Then ConsumeReservedTokens does what an admission would, allocating nothing.
+  bool TailsHaveRoom(std::span<const BlockTable> tables, int32_t num_tokens) const;
+  bool HasReclaimableBlocks(std::span<const BlockTable> tables, int32_t num_computed_tokens) const;
+  void ConsumeReservedTokens(std::span<BlockTable> tables, int32_t num_tokens);
+
+  // Ids of a table, 0 for holes, written at the front of `row`.
+  void WriteBlockIds(int32_t group_id, const BlockTable& table, std::span<int32_t> row) const;
+
+  // Gauges. Parents are counted once however many blocks of them are referenced.
+  int32_t NumEmptyLcmBlocks() const { return pool_.NumEmptyLcmBlocks(); }
+  // Distinct parents referenced by the tables of the given requests.
+  int32_t NumActiveLcmBlocks(std::span<const std::span<const BlockTable>> requests) const;
+  // Empty parents and those that eviction alone could empty. A scan of all parents.
+  int32_t NumAvailableLcmBlocks() const;
+  // Parents that would become empty or fully evictable if these tables were freed. A scan.
+  int32_t NumNewlyReleasableLcmBlocks(std::span<const BlockTable> tables) const;
+  // Blocks the group could acquire without eviction. O(1).
+  int64_t NumAvailableBlocks(int32_t group_id) const { return pool_.Capacity(group_id); }
+
+  // Whether no cached block is in use.
+  bool CacheIsClearable() const;
+  // Evicts every entry; false, and no change, when one is in use.
+  bool ClearDeviceCache();
+
+  // How many of the boundary's keys, over all groups and offsets, are cached.
+  BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
+
+ private:
+  std::vector<std::vector<CacheBlockLocation>> ProtectedLocations(const PrefixProbe& probe) const;
+  void ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch);
+  void PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t epoch);
+  void Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch);
+  bool Evict(int32_t group_id, CacheBlockLocation location);
+  void ReportStored(std::span<const CacheKey> keys) const;
+  void CheckProgress(const RequestProgress& progress) const;
+
+  int32_t prefix_granularity_;
+  DeviceMutationSink sink_;
+  BlockPool pool_;  // before the groups: their indexes own references into it
+  std::vector<CacheGroup> groups_;
+  uint64_t last_epoch_ = 0;
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_

@@ -1,0 +1,36 @@
+// Convergence: the longest prefix that all groups can resume from.
+//
+// Invariants:
+// - num_common_tokens is a multiple of the prefix granularity, supported by every group, and the largest such boundary;
+//   it does not depend on the order of the groups that are not closed.
+// - Each mask covers exactly num_common_tokens.
+// - Read-only: no epoch and no flag of any index changes.
+//
+// Thread safety: pure reads.
+
+#ifndef TOKENSPEED_COORDINATOR_PREFIX_CONVERGENCE_H_
+#define TOKENSPEED_COORDINATOR_PREFIX_CONVERGENCE_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "coordinator/cache_group.h"
+
+namespace tokenspeed {
+
+struct ConvergedPrefix {
+  int32_t num_common_tokens = 0;
+  // What the closed groups alone cover; 0 when there is none.
+  int32_t prefix_closed_tokens = 0;
+  std::vector<PrefixMask> masks;  // per group
+};
+
+// `keys[g]` are the expanded keys of the candidate pages in group g.
+ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPool& pool,
+                               std::span<const std::vector<CacheKey>> keys, int32_t num_prefix_pages,
+                               int32_t prefix_granularity);
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_COORDINATOR_PREFIX_CONVERGENCE_H_
