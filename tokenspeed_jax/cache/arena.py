@@ -1,0 +1,184 @@
+"""`CacheArena`: the cache's device memory, one donated `uint8` buffer per plane of the plan.
+
+Bytes live here and nowhere else. A compiled step takes `arena.planes`, donates them, and its result replaces them:
+the arena is the only owner, so no old buffer survives a step. Parent 0 of every plane is the null parent and reads
+as zeros for the engine's life, because no writer ever stores there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32, UInt8
+
+from tokenspeed_jax.cache.contract import CacheRuntimeContract
+from tokenspeed_jax.pallas_kernels.pages import PageView
+from tokenspeed_jax.recipes.layout import INT32_MAX, CacheFieldLayout, CacheMemoryPlan
+from tokenspeed_jax.recipes.spec import CacheGroupSpec
+
+Planes = dict[str, UInt8[Array, "parents bytes"]]
+
+ZERO_WIDTH = 128
+"""Block ids of one group that one call of the zeroing program takes; more ids take more calls."""
+
+
+class CacheArena:
+    """Allocates the planes of a plan, zeroed, directly on the device.
+
+    Args:
+        specs: the groups, in dense-index order.
+        token_capacity: tokens the pool reports; published in the contract.
+        sharding: where the planes live; None for the default device.
+
+    Attributes:
+        planes: plane id -> `uint8[num_lcm_blocks + 1, bytes_per_lcm_block]`; the engine puts each step's result here.
+    """
+
+    def __init__(
+        self,
+        plan: CacheMemoryPlan,
+        specs: Sequence[CacheGroupSpec],
+        token_capacity: int,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> None:
+        self.plan = plan
+        self.contract = CacheRuntimeContract(
+            prefix_granularity=plan.prefix_granularity,
+            num_lcm_blocks=plan.num_lcm_blocks,
+            token_capacity=token_capacity,
+            group_specs=tuple(specs),
+            group_page_counts={group.group_id: group.page_count for group in plan.groups},
+            group_packing={group.group_id: group.cache_blocks_per_lcm_block for group in plan.groups},
+        )
+        self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        self._group_ids = tuple(spec.group_id for spec in specs)
+        self._zero: Callable[[Planes, Int32[Array, "groups ids"]], Planes] = jax.jit(
+            self._zero_program, donate_argnums=0
+        )
+        self.planes: Planes = self._zeros()
+
+    @property
+    def size(self) -> int:
+        """Tokens that the group with the most blocks could address."""
+        return self.plan.num_lcm_blocks * max(self.contract.virtual_packing.values()) * self.plan.prefix_granularity
+
+    @property
+    def requires_block_zeroing(self) -> bool:
+        """Whether fresh blocks must be zeroed before use: a state is read whole, and bytes left by a tenant of
+        another dtype may decode to anything."""
+        dtypes: dict[str, set[str]] = {}
+        for field in self.plan.fields:
+            dtypes.setdefault(field.plane_id, set()).add(field.dtype)
+        return any(spec.family == "state" for spec in self.contract.group_specs) or any(
+            len(names) > 1 for names in dtypes.values()
+        )
+
+    def page_view(self, planes: Planes, field_id: str, kernel_page_size: int) -> PageView:
+        """One field as pages of `kernel_page_size` token rows; usable inside the step.
+
+        Kernel page `block id * r + i` is the i-th of the r pages of a block, so ids are those of the router.
+
+        Raises:
+            KeyError: unknown field.
+            ValueError: the field is no token-row field with an exact stride, or the page size does not divide it.
+        """
+        field = self.plan.field(field_id)
+        if len(field.shape) != 3 or field.payload_bytes != field.page_stride_bytes:
+            raise ValueError(
+                f"cache field {field_id!r} of shape {field.shape} in pages {field.page_stride_bytes} bytes apart is "
+                "not viewable as pages: it must be (tokens, heads, dim) with nothing between pages"
+            )
+        rows = field.shape[0]
+        if kernel_page_size <= 0 or rows % kernel_page_size:
+            raise ValueError(f"kernel page size {kernel_page_size} does not divide the {rows} rows of {field_id!r}")
+        packing = self.plan.group(field.group_id).cache_blocks_per_lcm_block
+        if (self.plan.num_lcm_blocks + 1) * packing * rows > INT32_MAX:
+            raise ValueError(f"cache field {field_id!r} has more token rows than int32 slots can address")
+        return PageView(
+            planes[field.plane_id],
+            (kernel_page_size, *field.shape[1:]),
+            field.dtype,
+            first_row=(packing - 1) * (rows // kernel_page_size),
+        )
+
+    def zero_blocks(self, blocks: Mapping[str, Iterable[int]]) -> None:
+        """Zeroes the payload of the named blocks (local ids; the null id is allowed and already zero).
+
+        Raises:
+            IndexError: an id is outside its group; nothing was cleared.
+            KeyError: an unknown group; nothing was cleared.
+        """
+        checked = {
+            group_id: [self.plan.check_page(group_id, _as_int(block)) for block in ids]
+            for group_id, ids in blocks.items()
+        }
+        rounds = max((-(-len(ids) // ZERO_WIDTH) for ids in checked.values()), default=0)
+        for start in range(0, rounds * ZERO_WIDTH, ZERO_WIDTH):
+            ids = np.full((len(self._group_ids), ZERO_WIDTH), -1, np.int32)
+            for row, group_id in enumerate(self._group_ids):
+                part = checked.get(group_id, [])[start : start + ZERO_WIDTH]
+                ids[row, : len(part)] = part
+            self.planes = self._zero(self.planes, jnp.asarray(ids))
+
+    def clear(self) -> None:
+        """Zeroes everything, in fresh buffers; the old ones are freed first."""
+        for plane in self.planes.values():
+            if not plane.is_deleted():
+                plane.delete()
+        self.planes = self._zeros()
+
+    def null_parent_is_zero(self) -> bool:
+        """Whether every byte of the null parent is zero (synchronises)."""
+        return not bool(_any_null_byte(self.planes))
+
+    def _zeros(self) -> Planes:
+        parents = self.plan.num_lcm_blocks + 1
+        shapes = {plane.plane_id: (parents, plane.bytes_per_lcm_block) for plane in self.plan.planes}
+        make = jax.jit(
+            lambda: {plane_id: jnp.zeros(shape, jnp.uint8) for plane_id, shape in shapes.items()},
+            out_shardings=self._sharding,
+        )
+        return make()
+
+    def _zero_program(self, planes: Planes, ids: Int32[Array, "groups ids"]) -> Planes:
+        """Ids below 0 name nothing."""
+        planes = dict(planes)
+        for row, group_id in enumerate(self._group_ids):
+            packing = self.plan.group(group_id).cache_blocks_per_lcm_block
+            pages = (self.plan.num_lcm_blocks + 1) * packing
+            rows = jnp.where(ids[row] < 0, pages, ids[row] + packing - 1)
+            for field in self.plan.group_fields(group_id):
+                planes[field.plane_id] = _zero_rows(planes[field.plane_id], rows, pages, field)
+        return planes
+
+
+def _zero_rows(
+    plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
+) -> UInt8[Array, "parents bytes"]:
+    """The plane with one field's payload cleared in the given page rows; rows >= `pages` are dropped."""
+    start, length = field.field_offset_bytes, field.payload_bytes
+    shaped = plane.reshape(pages, field.page_stride_bytes)
+    window = (rows.shape[0], length)
+    cleared = lax.scatter(
+        shaped,
+        jnp.stack([rows, jnp.full_like(rows, start)], axis=-1),
+        jnp.zeros(window, jnp.uint8),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+        ),
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+    return cleared.reshape(plane.shape)
+
+
+@jax.jit
+def _any_null_byte(planes: Planes) -> Array:
+    return jnp.stack([jnp.any(plane[0] != 0) for plane in planes.values()]).any()
+
+
+def _as_int(block: object) -> object:
+    """NumPy ids of the scheduler's arrays as Python ints; anything else as it is, for the id check to judge."""
+    return int(block) if isinstance(block, np.integer) else block

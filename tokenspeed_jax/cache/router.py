@@ -1,0 +1,160 @@
+"""`CacheGroupRouter`: the one place where block ids become kernel pages and token positions become slots.
+
+On the host it checks and pads the scheduler's tables to the widths that the compiled step knows. Inside the step it
+expands them and gives a layer the slots of the step's tokens; models and the step loop compute neither.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Array, Int, Int32
+
+from tokenspeed_jax.cache.binding import LayerBinding
+from tokenspeed_jax.cache.contract import CacheRuntimeContract
+from tokenspeed_jax.cache.write_locations import (
+    DecodeWindow,
+    ExtendSpan,
+    decode_window_slots,
+    expand_block_table,
+    extend_span_slots,
+)
+from tokenspeed_jax.recipes.spec import require_positive_int
+
+
+class CacheGroupRouter:
+    """Routes the history groups of a contract.
+
+    Args:
+        kernel_page_sizes: tokens of one kernel page, for every history group and no other.
+        max_context_len: longest prompt plus output, tokens.
+        overlap_tokens: tokens past it that a table may cover (`SchedulerLimits.overlap_tokens`).
+
+    Raises:
+        ValueError: a group has no kernel page size, or it does not divide the group's block granularity.
+    """
+
+    def __init__(
+        self,
+        contract: CacheRuntimeContract,
+        kernel_page_sizes: Mapping[str, int],
+        max_context_len: int,
+        overlap_tokens: int,
+    ) -> None:
+        require_positive_int("max_context_len", max_context_len)
+        if overlap_tokens < 0:
+            raise ValueError(f"overlap_tokens must be at least 0, got {overlap_tokens}")
+        history = [spec for spec in contract.group_specs if spec.family == "history"]
+        self.group_ids: tuple[str, ...] = tuple(spec.group_id for spec in history)
+        """Routed groups, in contract order."""
+        if set(kernel_page_sizes) != set(self.group_ids):
+            raise ValueError(
+                f"kernel page sizes are given for {sorted(kernel_page_sizes)}, the history groups are "
+                f"{sorted(self.group_ids)}"
+            )
+        self._page_size: dict[str, int] = {}
+        self._pages_per_block: dict[str, int] = {}
+        self._columns: dict[str, int] = {}
+        self._block_ids: dict[str, int] = {}
+        for spec in history:
+            page_size = require_positive_int(f"kernel page size of {spec.group_id!r}", kernel_page_sizes[spec.group_id])
+            granularity = spec.block_granularity
+            if granularity % page_size:
+                raise ValueError(
+                    f"kernel page size {page_size} does not divide block_granularity {granularity} of cache group "
+                    f"{spec.group_id!r}"
+                )
+            self._page_size[spec.group_id] = page_size
+            self._pages_per_block[spec.group_id] = granularity // page_size
+            self._columns[spec.group_id] = -(-(max_context_len + overlap_tokens) // granularity)
+            self._block_ids[spec.group_id] = contract.virtual_block_counts[spec.group_id]
+
+    def kernel_page_size(self, group_id: str) -> int:
+        """Tokens of one kernel page of the group."""
+        return self._page_size[group_id]
+
+    def table_columns(self, group_id: str) -> int:
+        """Columns of the group's block table, for the engine's life. Column i covers tokens [i*g, (i+1)*g) always."""
+        return self._columns[group_id]
+
+    def host_tables(
+        self, tables: Mapping[str, np.ndarray], padded_rows: int
+    ) -> dict[str, Int32[np.ndarray, "rows columns"]]:
+        """The scheduler's tables as the compiled step takes them: `padded_rows` x `table_columns`, 0 where nothing is.
+
+        Args:
+            tables: `Forward.Batch.block_tables_arrays()`; all rows are live. Groups that are not routed are ignored.
+
+        Raises:
+            ValueError: a routed group is missing, tables differ in rows, or a table is not int32[rows, columns]
+                within the padded shape, or holds an id that the group does not have. Device code cannot raise, so
+                nothing of that kind may pass here.
+        """
+        missing = [group_id for group_id in self.group_ids if group_id not in tables]
+        # An idle step has no rows and needs no tables.
+        if missing and any(len(table) for table in tables.values()):
+            raise ValueError(f"the batch has no block table for cache groups {', '.join(missing)}")
+        row_counts = {group_id: len(tables[group_id]) for group_id in self.group_ids if group_id in tables}
+        if len(set(row_counts.values())) > 1:
+            raise ValueError(f"block tables differ in rows: {row_counts}")
+        padded = {}
+        for group_id in self.group_ids:
+            out = np.zeros((padded_rows, self._columns[group_id]), np.int32)
+            if group_id in tables:
+                self._check_table(group_id, tables[group_id], out.shape)
+                rows, columns = tables[group_id].shape
+                np.maximum(tables[group_id], 0, out=out[:rows, :columns])
+            padded[group_id] = out
+        return padded
+
+    def _check_table(self, group_id: str, table: np.ndarray, limit: tuple[int, int]) -> None:
+        where = f"block table of cache group {group_id!r}"
+        if table.ndim != 2 or table.dtype != np.int32:
+            raise ValueError(f"{where} must be int32 with 2 axes, got {table.dtype} with {table.ndim}")
+        if table.shape[0] > limit[0] or table.shape[1] > limit[1]:
+            raise ValueError(f"{where} has shape {table.shape}, the step takes at most {limit}")
+        count = self._block_ids[group_id]
+        if table.size and (int(table.min()) < -1 or int(table.max()) >= count):
+            raise ValueError(f"{where} holds ids in [{table.min()}, {table.max()}], allowed are -1 to {count - 1}")
+
+    def expand(
+        self,
+        tables: Mapping[str, Int[Array, "rows columns"]],
+        actual_rows: Int[Array, ""] | int | None = None,
+    ) -> dict[str, Int[Array, "rows pages"]]:
+        """Kernel page ids of every routed group; inside the step. Page 0 is a hole or padding.
+
+        Args:
+            tables: as `host_tables` gives them (0 and -1 are both taken as holes).
+            actual_rows: live rows, if rows beyond them may hold anything; None takes all rows as they are.
+        """
+        missing = [group_id for group_id in self.group_ids if group_id not in tables]
+        if missing:
+            raise ValueError(f"the step has no block table for cache groups {', '.join(missing)}")
+        return {
+            group_id: expand_block_table(
+                tables[group_id],
+                self._pages_per_block[group_id],
+                self._columns[group_id] * self._pages_per_block[group_id],
+                actual_rows,
+            )
+            for group_id in self.group_ids
+        }
+
+    def write_locations(
+        self,
+        page_tables: Mapping[str, Int[Array, "rows pages"]],
+        layer: LayerBinding,
+        mode: DecodeWindow | ExtendSpan,
+    ) -> Int[Array, " tokens"]:
+        """Slot of each of the step's tokens in the layer's group; 0 where nothing may be written.
+
+        The only accessor of slots. A mixed batch is one `ExtendSpan` over all rows (a decode row has one new token),
+        or an `ExtendSpan` over its prefill rows and a `DecodeWindow` over the others.
+
+        Args:
+            page_tables: what `expand` returned.
+        """
+        table, page_size = page_tables[layer.group_id], self._page_size[layer.group_id]
+        if isinstance(mode, DecodeWindow):
+            return decode_window_slots(table, mode, page_size)
+        return extend_span_slots(table, mode, page_size)
