@@ -9,7 +9,10 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+_QUERY_BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +85,33 @@ class PlainStep:
         v: Float[Array, "tokens kv_heads dim"],
         layer: AttentionSpec,
     ) -> Float[Array, "tokens heads dim"]:
+        """Dense attention, a block of queries at a time so that scores never exceed tokens x `_QUERY_BLOCK`."""
+        tokens = q.shape[0]
+        blocks = -(-tokens // _QUERY_BLOCK)
+        if blocks == 1:
+            return self._attend_block(q, self.segment_ids, self.positions, k, v, layer)
+        padding = blocks * _QUERY_BLOCK - tokens
+        padded = [jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, self.segment_ids, self.positions)]
+        cut = [x.reshape(blocks, _QUERY_BLOCK, *x.shape[1:]) for x in padded]
+        out = lax.map(lambda block: self._attend_block(*block, k, v, layer), tuple(cut))
+        return out.reshape(-1, *q.shape[1:])[:tokens]
+
+    def _attend_block(
+        self,
+        q: Float[Array, "queries heads dim"],
+        segment_ids: Int[Array, " queries"],
+        positions: Int[Array, " queries"],
+        k: Float[Array, "tokens kv_heads dim"],
+        v: Float[Array, "tokens kv_heads dim"],
+        layer: AttentionSpec,
+    ) -> Float[Array, "queries heads dim"]:
         groups = layer.num_heads // layer.num_kv_heads
         grouped = q.reshape(q.shape[0], layer.num_kv_heads, groups, layer.head_dim)
         scores = jnp.einsum("qhgd,khd->hgqk", grouped, k, preferred_element_type=jnp.float32) * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * jnp.tanh(scores / layer.soft_cap)
-        distance = self.positions[:, None] - self.positions[None, :]
-        visible = (self.segment_ids[:, None] == self.segment_ids[None, :]) & (distance >= 0)
+        distance = positions[:, None] - self.positions[None, :]
+        visible = (segment_ids[:, None] == self.segment_ids[None, :]) & (distance >= 0)
         if layer.sliding_window is not None:
             visible &= distance < layer.sliding_window
         weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)

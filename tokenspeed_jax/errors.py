@@ -6,11 +6,13 @@ class ConfigError(ValueError):
 
     Attributes:
         field: the option's name as in `EngineConfig`, or None when several are at fault.
+        limit: the largest value of the option that would work, where that is known.
     """
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(self, message: str, *, field: str | None = None, limit: int | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.limit = limit
 
 
 class InvalidRequest(ValueError):

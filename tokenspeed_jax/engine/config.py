@@ -8,9 +8,9 @@ from tokenspeed_jax.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def option(default: Any, help_text: str, *, aliases: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that carries its own command-line help."""
-    return field(default=default, metadata={"help": help_text, "aliases": aliases})
+def about(help_text: str, *, aliases: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Field metadata that carries an option's command-line help and its other names."""
+    return {"help": help_text, "aliases": aliases}
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,20 @@ class EngineConfig:
     memory) is checked by `Engine` before anything is allocated.
     """
 
-    model: str = field(metadata={"help": "checkpoint folder, GGUF file, or Hugging Face hub id"})
-    revision: str | None = option(None, "branch, tag or commit of a hub id")
-    dtype: DType = option("auto", "compute dtype; auto takes the checkpoint's (float32 on a CPU)")
-    seed: int = option(0, "seed of requests that bring none")
-    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own limit")
-    max_num_seqs: int | None = option(None, "most requests in one step; default 256 on a GPU, 16 on a CPU")
-    max_num_batched_tokens: int | None = option(
-        None, "most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"
-    )
-    gpu_memory_utilization: float = option(0.90, "share of the device's memory that the engine may use, in (0, 1]")
+    model: str = field(metadata=about("checkpoint folder, GGUF file, or Hugging Face hub id"))
+    revision: str | None = field(default=None, metadata=about("branch, tag or commit of a hub id"))
+    dtype: DType = field(default="auto", metadata=about("compute dtype; auto takes the checkpoint's (float32 on a CPU)"))
+    seed: int = field(default=0, metadata=about("seed of requests that bring none"))
+    max_model_len: int | None = field(default=None, metadata=about("longest prompt plus output in tokens; default: the model's own limit"))
+    max_num_seqs: int | None = field(default=None, metadata=about("most requests in one step; default 256 on a GPU, 16 on a CPU"))
+    max_num_batched_tokens: int | None = field(default=None, metadata=about("most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"))
+    gpu_memory_utilization: float = field(default=0.90, metadata=about("share of the device's memory that the engine may use, in (0, 1]")
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of the cache arena; default: what gpu_memory_utilization leaves (1 GiB on a CPU)"
     )
     prefix_granularity: int | None = option(
-        None, "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
+        None,
+        "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
         aliases=("block_size",),
     )
     kernel_page_size: int | None = option(
@@ -55,13 +54,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model must be a non-empty string", field="model")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
-                     "prefix_granularity", "kernel_page_size"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "prefix_granularity",
+            "kernel_page_size",
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}", field=name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed")
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}",

@@ -1,0 +1,221 @@
+"""Puts an engine together, in the order in which a mistake costs least: sizes first, then weights, arena, programs."""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.attention.kernel_page_sizes import history_kernel_page_sizes
+from tokenspeed_jax.cache.arena import CacheArena
+from tokenspeed_jax.cache.binding import bind_cache_groups
+from tokenspeed_jax.cache.bridge import scheduler_config
+from tokenspeed_jax.cache.router import CacheGroupRouter
+from tokenspeed_jax.engine.batch import BatchBuilder
+from tokenspeed_jax.engine.buckets import BucketTable
+from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.limits import EngineLimits
+from tokenspeed_jax.engine.loop import StepLoop
+from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
+from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.sampling_state import sampling_state_bytes
+from tokenspeed_jax.engine.scorer import Scorer
+from tokenspeed_jax.engine.source import ModelSource
+from tokenspeed_jax.engine.stats import StatsCollector
+from tokenspeed_jax.engine.step import StepModel, init_device_state
+from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.recipes.base import CacheSetup, SchedulerLimits
+from tokenspeed_jax.recipes.report import capacity_report
+from tokenspeed_jax.recipes.setup import cache_setup
+
+_LOG = logging.getLogger("tokenspeed_jax")
+
+
+@dataclass
+class Assembly:
+    """The running parts of one engine."""
+
+    source: ModelSource
+    limits: EngineLimits
+    programs: StepPrograms
+    loop: StepLoop
+    stats: StatsCollector
+    scorer: Scorer
+    report: MemoryReport
+
+    def free(self) -> None:
+        """Drops the arena and the device state; the loop must have ended."""
+        for leaf in jax.tree.leaves((self.programs.model.arena.planes, self.programs.device_state)):
+            leaf.delete()
+
+
+def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
+    """Sizes, loads, allocates and compiles.
+
+    Raises:
+        ConfigError: a configuration that cannot work, before anything is allocated.
+        CheckpointError: weights that do not fit the architecture.
+    """
+    device = jax.devices()[0]
+    _use_compilation_cache(config)
+    limits = EngineLimits.resolve(
+        config,
+        model_limit=source.config.max_position_embeddings,
+        vocab_size=source.config.vocab_size,
+        platform=device.platform,
+    )
+    planner = _CachePlanner(config, source, limits, device)
+    planner.check_cheap_limits()
+    model = source.build()
+    graph, weights = nnx.split(model)
+    limits, setup = planner.plan(graph, weights)
+
+    step_model = _step_model(config, source, graph, setup, limits)
+    arena = step_model.arena
+    programs = StepPrograms(
+        step_model, weights, init_device_state(limits.max_num_seqs, limits.vocab_size), limits.max_model_len
+    )
+    buckets = BucketTable.for_limits(limits.max_num_seqs, limits.max_num_batched_tokens)
+    builder = BatchBuilder(buckets, step_model.router)
+    if config.warmup:
+        layouts = [builder.layout(bucket) for bucket in buckets.all()]
+        programs.warm_up(layouts, progress=not config.disable_progress_bars)
+    report = _report(programs, setup, limits, device)
+    for line in report.lines():
+        _LOG.info("%s", line)
+    stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
+    scheduler = scheduling.Scheduler(
+        scheduler_config(arena.contract, _scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    )
+    loop = StepLoop(
+        scheduler,
+        programs,
+        builder,
+        stats,
+        overlap_depth=limits.overlap_depth,
+        eos_token_ids=source.eos_token_ids,
+    )
+    scorer = Scorer(graph, weights, precision=step_model.precision)
+    return Assembly(source, limits, programs, loop, stats, scorer, report)
+
+
+class _CachePlanner:
+    """Finds how large the arena may be, and what fits into it."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, limits: EngineLimits, device: jax.Device) -> None:
+        self._config = config
+        self._source = source
+        self._limits = limits
+        self._device = device
+        self._state_bytes = sampling_state_bytes(limits.max_num_seqs, limits.vocab_size)
+
+    def check_cheap_limits(self) -> None:
+        """Refuses, before weights are loaded, what cannot fit even without a step's temporaries."""
+        reserved = {"weights": self._source.weight_bytes, "device state": self._state_bytes}
+        self._setup(arena_budget(self._config, self._device, reserved=reserved))
+
+    def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
+        """The arena's plan, with the weights on the device."""
+        reserved = {"device state": self._state_bytes}
+        if self._config.kv_cache_memory_bytes is None and device_limit(self._device) is not None:
+            reserved["workspace"] = self._measure_workspace(graph, weights)
+        return self._setup(arena_budget(self._config, self._device, reserved=reserved))
+
+    def _setup(self, budget: int) -> tuple[EngineLimits, CacheSetup]:
+        """Plans for a budget. A context length that the user did not ask for shrinks to what fits, and says so."""
+        try:
+            return self._limits, self._plan_for(self._limits, budget)
+        except ConfigError as error:
+            if self._config.max_model_len is not None or error.field != "max_model_len" or not error.limit:
+                raise
+            _LOG.warning("max_model_len is lowered from %d to %d: %s", self._limits.max_model_len, error.limit, error)
+            limits = dataclasses.replace(self._limits, max_model_len=error.limit)
+        return limits, self._plan_for(limits, budget)
+
+    def _plan_for(self, limits: EngineLimits, budget: int) -> CacheSetup:
+        return cache_setup(
+            self._source.config.attention_layers(),
+            limits=_scheduler_limits(self._config, limits),
+            prefix_granularity=limits.prefix_granularity,
+            kv_dtype=self._source.dtype.name,
+            budget_bytes=budget,
+        )
+
+    def _measure_workspace(self, graph: Any, weights: Any) -> int:
+        """Temporaries of the costliest step, from its compiled program over the smallest arena that plans."""
+        smallest = dataclasses.replace(self._limits, max_model_len=self._limits.prefix_granularity)
+        budget = 64 * self._plan_for(smallest, 1 << 40).plan.lcm_block_bytes
+        setup = self._plan_for(smallest, budget)
+        model = _step_model(self._config, self._source, graph, setup, self._limits)
+        state = jax.eval_shape(lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size))
+        programs = StepPrograms(model, weights, state, self._limits.max_model_len)
+        buckets = BucketTable.for_limits(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        builder = BatchBuilder(buckets, model.router)
+        compiled = programs.compiled(builder.layout(buckets.all()[0]))
+        return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _step_model(
+    config: EngineConfig, source: ModelSource, graph: Any, setup: CacheSetup, limits: EngineLimits
+) -> StepModel:
+    arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
+    router = CacheGroupRouter(
+        arena.contract,
+        history_kernel_page_sizes(setup.specs, "mha", config.kernel_page_size),
+        max_context_len=limits.max_model_len,
+        overlap_tokens=_scheduler_limits(config, limits).overlap_tokens,
+    )
+    on_gpu_in_float32 = jax.default_backend() == "gpu" and source.dtype.name == "float32"
+    implementation = config.attention_implementation
+    return StepModel(
+        graph=graph,
+        vocab_size=limits.vocab_size,
+        arena=arena,
+        router=router,
+        bindings=bind_cache_groups(source.config.attention_layers(), setup.plan, setup.specs),
+        attention_implementation=None if implementation == "auto" else implementation,
+        precision="highest" if on_gpu_in_float32 else None,
+    )
+
+
+def _scheduler_limits(config: EngineConfig, limits: EngineLimits) -> SchedulerLimits:
+    return SchedulerLimits(
+        role="Fused",
+        max_live_requests=limits.max_num_seqs,
+        max_scheduled_tokens=limits.max_num_batched_tokens,
+        max_context_len=limits.max_model_len,
+        decode_input_tokens=1,
+        overlap_schedule_depth=limits.overlap_depth,
+        disable_prefix_cache=not config.enable_prefix_caching,
+    )
+
+
+def _report(programs: StepPrograms, setup: CacheSetup, limits: EngineLimits, device: jax.Device) -> MemoryReport:
+    limit = device_limit(device)
+    free = None
+    if limit is not None:
+        free = limit - (device.memory_stats() or {}).get("bytes_in_use", 0) - programs.workspace_bytes
+    return MemoryReport(
+        weights=tree_bytes(programs.weights),
+        arena=setup.plan.arena_bytes,
+        device_state=tree_bytes(programs.device_state),
+        workspace=programs.workspace_bytes,
+        free=free,
+        num_parents=setup.plan.num_lcm_blocks,
+        parent_bytes=setup.plan.lcm_block_bytes,
+        groups=capacity_report(setup.plan, setup.specs, max_num_seqs=limits.max_num_seqs),
+    )
+
+
+def _use_compilation_cache(config: EngineConfig) -> None:
+    """Keeps compiled programs between runs, unless the process already keeps them somewhere."""
+    if config.compilation_cache_dir == "off" or jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = config.compilation_cache_dir or str(Path.home() / ".cache" / "tokenspeed_jax" / "compiled")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,183 @@
+"""From a scheduler's plan to one step's arrays: a single int32 buffer, uploaded once and sliced inside the step.
+
+The host side (`BatchBuilder`) and the device side (`BatchLayout.unpack`) share the layout, so a field is described
+once. Padding rows have length 0, slot 0 and null tables; padding tokens are token 0 and belong to no row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.cache.router import CacheGroupRouter
+from tokenspeed_jax.engine.buckets import Bucket, BucketTable, SamplingMode
+from tokenspeed_jax.engine.requests import SampleState
+from tokenspeed_jax.engine.sampler import RowSampling
+
+FROM_DEVICE = -1
+"""Token of a row whose input is the token that an earlier step sampled and left on the device."""
+
+_FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+_INT_COLUMNS = ("slot", "top_k", "seed_high", "seed_low", "output_index", "min_tokens", "samples", "uses_history")
+_SLOT, _TOP_K, _SEED_HIGH, _SEED_LOW, _OUTPUT_INDEX, _MIN_TOKENS, _SAMPLES, _USES_HISTORY = range(len(_INT_COLUMNS))
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's batch as arrays on the device.
+
+    Attributes:
+        tokens: input ids; `FROM_DEVICE` takes the last token sampled for the row's slot.
+        query_starts: row r's tokens are [query_starts[r], query_starts[r + 1]).
+        kv_lens: tokens of each row's sequence after this step; 0 for a padding row.
+        tables: block table of each cache group, 0 for holes and padding.
+        sampling: sampling parameters of each row.
+    """
+
+    tokens: Int[Array, " tokens"]
+    query_starts: Int[Array, " rows_plus_1"]
+    kv_lens: Int[Array, " rows"]
+    tables: dict[str, Int[Array, "rows columns"]]
+    sampling: RowSampling
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where each field of a bucket's batch lies in its buffer.
+
+    Attributes:
+        table_columns: (group id, columns of its block table), in contract order.
+    """
+
+    bucket: Bucket
+    table_columns: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def _slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        rows, tokens = self.bucket.rows, self.bucket.tokens
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens": (tokens,),
+            "query_starts": (rows + 1,),
+            "kv_lens": (rows,),
+            "ints": (len(_INT_COLUMNS), rows),
+            "floats": (len(_FLOAT_COLUMNS), rows),
+        }
+        shapes |= {f"table.{group}": (rows, columns) for group, columns in self.table_columns}
+        slices, begin = {}, 0
+        for name, shape in shapes.items():
+            end = begin + int(np.prod(shape))
+            slices[name] = (slice(begin, end), shape)
+            begin = end
+        return slices
+
+    @property
+    def size(self) -> int:
+        """Length of the buffer in int32 elements."""
+        return max(item[0].stop for item in self._slices.values())
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable views of a host buffer's fields."""
+        return {name: buffer[where].reshape(shape) for name, (where, shape) in self._slices.items()}
+
+    def unpack(self, buffer: Int[Array, " size"]) -> StepBatch:
+        """The fields of an uploaded buffer, by static slices."""
+        field = {name: buffer[where].reshape(shape) for name, (where, shape) in self._slices.items()}
+        ints = field["ints"]
+        floats: Float[Array, "columns rows"] = lax.bitcast_convert_type(field["floats"], jnp.float32)
+        columns: dict[str, Array] = dict(zip(_INT_COLUMNS, ints, strict=True))
+        columns |= dict(zip(_FLOAT_COLUMNS, floats, strict=True))
+        columns |= {name: columns[name] != 0 for name in ("samples", "uses_history")}
+        seed = jnp.stack([columns.pop("seed_high"), columns.pop("seed_low")], axis=1)
+        return StepBatch(
+            tokens=field["tokens"],
+            query_starts=field["query_starts"],
+            kv_lens=field["kv_lens"],
+            tables={group: field[f"table.{group}"] for group, _ in self.table_columns},
+            sampling=RowSampling(seed=lax.bitcast_convert_type(seed, jnp.uint32), **columns),
+        )
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """One row of a dispatched step, as landing needs it."""
+
+    sample: SampleState
+    produces_token: bool
+
+
+@dataclass(frozen=True)
+class BuiltBatch:
+    """A batch ready for dispatch."""
+
+    layout: BatchLayout
+    buffer: np.ndarray
+    rows: tuple[ScheduledRow, ...]
+
+
+class BatchBuilder:
+    """Builds batches in the bucket shapes of one engine. Not thread-safe; owned by the step loop."""
+
+    def __init__(self, buckets: BucketTable, router: CacheGroupRouter) -> None:
+        self._buckets = buckets
+        self._router = router
+        self._table_columns = tuple((group, router.table_columns(group)) for group in router.group_ids)
+
+    def layout(self, bucket: Bucket) -> BatchLayout:
+        """The buffer layout of one bucket."""
+        return BatchLayout(bucket, self._table_columns)
+
+    def build(self, batch: scheduling.Forward.Batch, samples: Sequence[SampleState]) -> BuiltBatch:
+        """Fills a fresh buffer from the plan's batch; `samples[r]` is the sample of row r.
+
+        Rows keep the plan's order: prefill chunks first, then decode rows.
+        """
+        num_rows, num_prefills = len(samples), batch.num_extends()
+        lengths = np.asarray(batch.input_lengths_array())
+        mode: SamplingMode = "greedy" if all(s.params.is_plain_greedy for s in samples) else "full"
+        total = int(lengths.sum())
+        bucket = self._buckets.extend(total, mode) if num_prefills else self._buckets.decode(num_rows, mode)
+        layout = self.layout(bucket)
+        # A fresh buffer each step: on a CPU the device may read host memory in place, after this returns.
+        buffer = np.zeros(layout.size, np.int32)
+        view = layout.views(buffer)
+
+        starts = view["query_starts"]
+        np.cumsum(lengths, out=starts[1 : num_rows + 1])
+        starts[num_rows + 1 :] = total
+        inputs = np.asarray(batch.input_ids_array())
+        view["tokens"][: len(inputs)] = inputs
+        view["tokens"][len(inputs) : total] = batch.decode_input_ids_array()
+
+        ends = np.asarray(batch.extend_prefix_lens_array()) + lengths[:num_prefills]
+        view["kv_lens"][:num_prefills] = ends
+        view["kv_lens"][num_prefills:num_rows] = [s.next_length for s in samples[num_prefills:]]
+        completes = np.ones(num_rows, bool)
+        completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
+        self._fill_sampling(view, np.asarray(batch.request_pool_indices_array()), samples, completes)
+        for group, table in self._router.host_tables(batch.block_tables_arrays(), bucket.rows).items():
+            view[f"table.{group}"][:] = table
+        rows = tuple(ScheduledRow(s, bool(c)) for s, c in zip(samples, completes, strict=True))
+        return BuiltBatch(layout, buffer, rows)
+
+    @staticmethod
+    def _fill_sampling(
+        view: dict[str, np.ndarray], slots: np.ndarray, samples: Sequence[SampleState], completes: np.ndarray
+    ) -> None:
+        n = len(samples)
+        ints, floats = view["ints"], view["floats"].view(np.float32)
+        ints[_SLOT, :n] = slots
+        ints[_SAMPLES, :n] = completes
+        ints[_TOP_K, :n] = [s.params.top_k for s in samples]
+        ints[[_SEED_HIGH, _SEED_LOW], :n] = np.array([s.seed_words for s in samples], np.uint32).T.view(np.int32)
+        ints[_USES_HISTORY, :n] = [s.params.uses_history for s in samples]
+        ints[_OUTPUT_INDEX, :n] = [s.num_dispatched for s in samples]
+        ints[_MIN_TOKENS, :n] = [s.params.min_tokens for s in samples]
+        floats[:, :n] = np.array([s.float_params for s in samples], np.float32).T
+        # Padding rows must not divide by zero.
+        floats[_FLOAT_COLUMNS.index("repetition"), n:] = 1.0
+        floats[_FLOAT_COLUMNS.index("top_p"), n:] = 1.0

@@ -1,0 +1,322 @@
+"""`Engine`: the public face. Generates, streams, scores; owns one model on one device."""
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from flax import nnx
+from tqdm import tqdm
+
+from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.assembly import Assembly, assemble
+from tokenspeed_jax.engine.collector import RequestCollector
+from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.memory import MemoryReport
+from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
+from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.sampler import sample_seed
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.source import ModelSource
+from tokenspeed_jax.engine.stats import EngineStats
+from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.engine.validation import check_sampling, check_tokens
+from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.text import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages."""
+
+
+class Engine:
+    """Serves one model on one device.
+
+    Thread-safe. `close` (or leaving the context) ends all requests and frees the arena and the device state.
+
+    Attributes:
+        config: the options it was made with.
+        tokenizer: the checkpoint's tokenizer.
+        model_name: the checkpoint's name.
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Loads the checkpoint, sizes and allocates the cache arena, compiles every step.
+
+        Raises:
+            ConfigError: an option that cannot work here, before anything is allocated.
+            CheckpointError: a checkpoint that is incomplete, unknown or does not fit its architecture.
+        """
+        self._start(config, ModelSource.of_checkpoint(config))
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nnx.Module,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> Self:
+        """An engine around a model that already exists, such as a trainer's; its arrays are used as they are.
+
+        Without a tokenizer only token-id prompts are taken and texts are empty.
+        """
+        engine = cls.__new__(cls)
+        engine._start(config, ModelSource.of_model(model, config, tokenizer, tuple(eos_token_ids)))
+        return engine
+
+    def _start(self, config: EngineConfig, source: ModelSource) -> None:
+        self.config = config
+        self._assembly: Assembly = assemble(config, source)
+        self._loop = self._assembly.loop
+        self.model_name = source.name
+        self.max_model_len = self._assembly.limits.max_model_len
+        self._serial = itertools.count()
+        self._lock = threading.Lock()
+        self._live_ids: set[str] = set()
+        self._compilations_at_start = self._assembly.programs.compilations
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self._assembly.source.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer: give prompts as token ids", parameter="prompt")
+        return tokenizer
+
+    @property
+    def memory_report(self) -> MemoryReport:
+        """Where the device's memory went at start."""
+        return self._assembly.report
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine is closed or its step loop has died."""
+        return self._loop.is_healthy
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates for every prompt and waits for all of them.
+
+        Args:
+            prompts: one prompt or a list of them; each is text, token ids or chat messages.
+            params: one for all, or one per prompt.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequest: some prompt or parameter is refused; then nothing was submitted.
+            EngineClosed: the engine ended before the outputs were complete.
+        """
+        batch = _as_batch(prompts)
+        each = _params_per_prompt(params, len(batch))
+        requests = [(self._token_ids(prompt), item) for prompt, item in zip(batch, each, strict=True)]
+        for token_ids, item in requests:
+            self._check(token_ids, item)
+        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
+            collectors = []
+            for token_ids, item in requests:
+                collector = RequestCollector(item, on_finish=bar.update)
+                collector.request_id = self.submit(token_ids, item, on_delta=collector.push)
+                collectors.append(collector)
+            outputs = [collector.wait() for collector in collectors]
+        if not self.is_healthy:
+            raise EngineClosed("the engine ended while generating")
+        return outputs
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        on_delta: Callable[[RequestDelta], None],
+    ) -> str:
+        """Submits one request and returns its id.
+
+        Args:
+            on_delta: receives every delta, on the engine's thread; it must not block.
+
+        Raises:
+            InvalidRequest: the request is refused; nothing was changed.
+        """
+        prompt = list(prompt_token_ids)
+        max_tokens = self._check(prompt, params)
+        serial = next(self._serial)
+        request = RequestState(
+            request_id=self._claim_id(request_id, serial),
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=max_tokens,
+            on_delta=on_delta,
+        )
+        request.on_delta = self._releasing(request, on_delta)
+        seed = params.seed if params.seed is not None else self.config.seed ^ (serial << 20)
+        for index in range(params.n):
+            request.samples.append(self._sample(request, serial, index, seed))
+        try:
+            self._loop.submit(request, [_spec(sample) for sample in request.samples])
+        except EngineClosed:
+            self._release_id(request.request_id)
+            raise
+        return request.request_id
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestDelta]:
+        """Yields a request's deltas as they land; leaving the iteration early aborts the request.
+
+        Raises:
+            InvalidRequest: the request is refused.
+        """
+        params = params or SamplingParams()
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[RequestDelta] = asyncio.Queue()
+
+        def push(delta: RequestDelta) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, delta)
+
+        token_ids = await asyncio.to_thread(self._token_ids, prompt)
+        request_id = self.submit(token_ids, params, request_id=request_id, on_delta=push)
+        running = params.n
+        try:
+            while running:
+                delta = await queue.get()
+                running -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if running:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its samples finish with "abort". Ids that are unknown or already finished are ignored."""
+        if self.is_healthy:
+            self._loop.abort(request_id)
+
+    def score(self, token_ids: Sequence[int]) -> list[float | None]:
+        """Log-probability of each token given those before it, by one forward pass without a cache.
+
+        Returns:
+            One natural log-probability per token; None for the first, which has nothing before it.
+
+        Raises:
+            InvalidRequest: no tokens, more than `max_model_len`, or ids outside the vocabulary.
+        """
+        check_tokens(token_ids, self._assembly.limits)
+        if not self.is_healthy:
+            raise EngineClosed("the engine is closed")
+        return self._assembly.scorer.score(list(token_ids))
+
+    def stats(self) -> EngineStats:
+        """Current figures of the engine."""
+        assembly = self._assembly
+        return assembly.stats.snapshot(
+            arena_bytes=assembly.report.arena,
+            compilations_after_warmup=assembly.programs.compilations - self._compilations_at_start,
+        )
+
+    def close(self) -> None:
+        """Aborts what runs, ends the step loop and frees device memory. Further calls raise `EngineClosed`."""
+        self._loop.close()
+        self._assembly.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> int:
+        """Validates a request as a whole; returns its resolved max_tokens."""
+        limits = self._assembly.limits
+        check_tokens(token_ids, limits)
+        return check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and all(isinstance(item, Mapping) for item in prompt):
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
+        source = self._assembly.source
+        stop = StopChecker(
+            request.params,
+            eos_token_ids=source.eos_token_ids,
+            max_tokens=request.max_tokens,
+            detokenizer=source.detokenizer(skip_special_tokens=request.params.skip_special_tokens),
+        )
+        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop)
+
+    def _claim_id(self, request_id: str | None, serial: int) -> str:
+        if request_id is None:
+            request_id = f"request-{serial}"
+        with self._lock:
+            if request_id in self._live_ids:
+                raise InvalidRequest(f"request_id {request_id!r} is already running", parameter="request_id")
+            self._live_ids.add(request_id)
+        return request_id
+
+    def _release_id(self, request_id: str) -> None:
+        with self._lock:
+            self._live_ids.discard(request_id)
+
+    def _releasing(
+        self, request: RequestState, on_delta: Callable[[RequestDelta], None]
+    ) -> Callable[[RequestDelta], None]:
+        """`on_delta`, shielded: an error of the receiver ends that request and nothing else."""
+
+        def deliver(delta: RequestDelta) -> None:
+            if request.finished:
+                self._release_id(request.request_id)
+            try:
+                on_delta(delta)
+            except Exception:
+                _LOG.exception("the receiver of request %s failed; the request is aborted", request.request_id)
+                if not request.finished and self.is_healthy:
+                    self._loop.abort(request.request_id)
+
+        return deliver
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | Mapping) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"params must be one, or one per prompt ({count}), got {len(params)}", parameter="params")
+    return list(params)
+
+
+def _spec(sample: SampleState) -> scheduling.RequestSpec:
+    spec = scheduling.RequestSpec()
+    spec.request_id = sample.scheduler_id
+    spec.tokens = sample.request.prompt_token_ids
+    spec.max_new_tokens = sample.request.max_tokens
+    return spec

@@ -1,0 +1,242 @@
+"""The step loop: one thread, the only owner of scheduler, arena and device state.
+
+Each turn plans a step, builds and dispatches its batch without waiting, and lands the step before it. Everything that
+decides (admission, stop rules) happens here between steps; other threads only put commands into the inbox.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
+from tokenspeed_jax.engine.landing import land
+from tokenspeed_jax.engine.outputs import RequestDelta
+from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.sampling_state import blocked_ids
+from tokenspeed_jax.engine.stats import StatsCollector
+from tokenspeed_jax.engine.step import unpack_outputs
+from tokenspeed_jax.errors import EngineClosed
+
+_LOG = logging.getLogger(__name__)
+_MAX_EMPTY_ROUNDS = 1000
+"""Rounds in a row that may plan nothing while nothing is in flight; more means that scheduling is stuck."""
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    built: BuiltBatch
+    outputs: jax.Array
+    dispatched_at: float
+
+
+class StepLoop:
+    """Runs requests to their end on a thread of its own.
+
+    Thread-safe: `submit`, `abort`, `call`, `close`, and the read-only properties. Deltas are delivered on the loop's
+    thread. After an internal error every request fails with `EngineClosed` and the loop ends.
+    """
+
+    def __init__(
+        self,
+        scheduler: scheduling.Scheduler,
+        programs: StepPrograms,
+        builder: BatchBuilder,
+        stats: StatsCollector,
+        *,
+        overlap_depth: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._programs = programs
+        self._builder = builder
+        self._stats = stats
+        self._overlap_depth = overlap_depth
+        self._eos_token_ids = eos_token_ids
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._samples: dict[str, SampleState] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._slot_owner: dict[int, SampleState] = {}
+        self._empty_rounds = 0
+        self._thread = threading.Thread(target=self._run, name="tokenspeed-step-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are still served."""
+        return self._thread.is_alive() and not self._closing and self._failure is None
+
+    def submit(self, request: RequestState, specs: list[scheduling.RequestSpec]) -> None:
+        """Queues a validated request; `specs[i]` is the scheduler's view of `request.samples[i]`."""
+
+        def admit() -> None:
+            self._scheduler.submit_requests(specs)
+            self._requests[request.request_id] = request
+            self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
+
+        self._post(admit)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its samples finish with "abort". Unknown and finished requests are ignored."""
+        self._post(lambda: self._abort(request_id))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs `function` on the loop's thread between two steps."""
+        self._post(function)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Aborts what runs and ends the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing or self._failure is not None:
+                raise EngineClosed("the engine is closed") from self._failure
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._turn()
+        except BaseException as error:
+            _LOG.exception("the step loop died")
+            self._failure = error
+        finally:
+            with self._wake:
+                self._closing = True
+                commands = list(self._inbox)
+                self._inbox.clear()
+            # What is still queued never reached the scheduler; its requests end like the running ones.
+            for command in commands:
+                self._run_late(command)
+            for request_id in list(self._requests):
+                self._deliver_abort(request_id)
+            self._in_flight.clear()
+
+    def _run_late(self, command: Callable[[], None]) -> None:
+        if self._failure is None:
+            command()
+
+    def _take_commands(self) -> bool:
+        """Runs the inbox, waiting for it while idle. False when the loop has to end."""
+        while True:
+            with self._wake:
+                while not (self._closing or self._inbox or self._requests or self._in_flight):
+                    self._wake.wait()
+                if self._closing:
+                    return False
+                commands = list(self._inbox)
+                self._inbox.clear()
+            for command in commands:
+                command()
+            if self._requests or self._in_flight:
+                return True
+
+    def _turn(self) -> None:
+        plan = self._scheduler.next_execution_plan()
+        batch = plan.forward[0]
+        ids = batch.request_ids
+        self._zero_fresh_blocks(plan)
+        if ids:
+            self._empty_rounds = 0
+            self._dispatch(batch, [self._samples[request_id] for request_id in ids])
+        elif not self._in_flight:
+            self._count_empty_round()
+        # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
+        keep = self._overlap_depth if ids else len(self._in_flight) - 1
+        while len(self._in_flight) > max(keep, 0):
+            self._land(self._in_flight.popleft())
+        self._stats.observe_scheduler(self._scheduler)
+
+    def _zero_fresh_blocks(self, plan: scheduling.ExecutionPlan) -> None:
+        arena = self._programs.model.arena
+        if not arena.requires_block_zeroing:
+            return
+        fresh = {group: ids for group, ids in plan.pages_to_zero_arrays().items() if len(ids)}
+        if fresh:
+            arena.zero_blocks(fresh)
+
+    def _dispatch(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
+        self._note_admissions(batch, samples)
+        built = self._builder.build(batch, samples)
+        outputs = self._programs.run(built)
+        for row in built.rows:
+            row.sample.num_dispatched += row.produces_token
+        self._in_flight.append(_InFlight(built, outputs, time.perf_counter()))
+
+    def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
+        """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
+        slots = batch.request_pool_indices
+        starts = batch.extend_prefix_lens
+        for index, sample in enumerate(samples[: len(starts)]):
+            if self._slot_owner.get(slots[index]) is sample:
+                continue
+            self._slot_owner[slots[index]] = sample
+            if sample.request.cached_tokens is None:
+                sample.request.cached_tokens = starts[index]
+                self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
+            if sample.params.uses_history:
+                blocked = blocked_ids(sample.params, self._eos_token_ids)
+                self._programs.begin_request(slots[index], sample, blocked)
+
+    def _land(self, step: _InFlight) -> None:
+        outputs = unpack_outputs(np.asarray(step.outputs))
+        events, deltas = land(step.built.rows, outputs)
+        self._scheduler.advance(events)
+        self._stats.observe_step(time.perf_counter() - step.dispatched_at)
+        for sample, delta in deltas:
+            self._deliver(sample, delta)
+
+    def _deliver(self, sample: SampleState, delta: RequestDelta) -> None:
+        self._stats.observe_delta(delta)
+        if sample.finished:
+            self._forget(sample)
+        sample.request.on_delta(delta)
+
+    def _forget(self, sample: SampleState) -> None:
+        # Rows of the sample may still be in flight; they hold the object themselves.
+        self._samples.pop(sample.scheduler_id, None)
+        if sample.request.finished:
+            self._requests.pop(sample.request.request_id, None)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        events = scheduling.ExecutionEvent()
+        for sample in request.samples:
+            if not sample.finished:
+                event = scheduling.ForwardEvent.Abort()
+                event.request_id = sample.scheduler_id
+                events.add_event(event)
+        self._scheduler.advance(events)
+        self._deliver_abort(request_id)
+        self._stats.observe_scheduler(self._scheduler)
+
+    def _deliver_abort(self, request_id: str) -> None:
+        for sample in self._requests[request_id].samples:
+            if not sample.finished:
+                sample.finished = True
+                self._deliver(sample, sample.delta([], sample.stop.flush(), "abort"))
+
+    def _count_empty_round(self) -> None:
+        """Retraction may take a few rounds that run nothing; anything longer is a bug that must not spin forever."""
+        self._empty_rounds += 1
+        if self._empty_rounds > _MAX_EMPTY_ROUNDS:
+            raise RuntimeError(f"{len(self._samples)} requests wait, but the scheduler planned nothing for long")

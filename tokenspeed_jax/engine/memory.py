@@ -1,0 +1,104 @@
+"""Where the device's memory goes: the budget before start and the report at start."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.recipes.report import GroupCapacity
+
+CPU_ARENA_BYTES = 1 << 30
+"""Arena of an engine on a CPU when no size is given; host memory has no allocator limit to take a share of."""
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes, in a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def device_limit(device: jax.Device) -> int | None:
+    """Bytes that JAX may allocate on a device; None where the platform does not say (a CPU)."""
+    stats = device.memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def arena_budget(config: EngineConfig, device: jax.Device, *, reserved: dict[str, int]) -> int:
+    """Bytes for the cache arena.
+
+    Args:
+        reserved: bytes that the engine needs beside the arena, by what for; what already lies on the device (the
+            trainer's arrays, or weights that were loaded) is not part of it.
+
+    Raises:
+        ConfigError: what is reserved leaves nothing, or a given size does not fit.
+    """
+    limit = device_limit(device)
+    if limit is None:
+        return config.kv_cache_memory_bytes or CPU_ARENA_BYTES
+    in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in {"in use": in_use, **reserved}.items())
+    if config.kv_cache_memory_bytes is not None:
+        left = limit - in_use - sum(reserved.values())
+        if config.kv_cache_memory_bytes > left:
+            raise ConfigError(
+                f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} exceeds the {max(left, 0)} bytes that remain of "
+                f"the device's {limit} ({parts}): lower kv_cache_memory_bytes",
+                field="kv_cache_memory_bytes",
+            )
+        return config.kv_cache_memory_bytes
+    budget = int(limit * config.gpu_memory_utilization) - in_use - sum(reserved.values())
+    if budget <= 0:
+        raise ConfigError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} of the device's {limit} bytes leaves nothing for "
+            f"the cache arena ({parts}): raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs",
+            field="gpu_memory_utilization",
+        )
+    return budget
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one engine at start.
+
+    Attributes:
+        weights: the model's parameters.
+        arena: the cache arena, null parent included.
+        device_state: sampling state of the request slots.
+        workspace: the largest step's temporaries.
+        free: what the device has left after all of these; None where the platform does not say.
+        groups: capacity of each cache group if it had the whole arena.
+    """
+
+    weights: int
+    arena: int
+    device_state: int
+    workspace: int
+    free: int | None
+    num_parents: int
+    parent_bytes: int
+    groups: tuple[GroupCapacity, ...]
+
+    def lines(self) -> Iterable[str]:
+        """The report as text."""
+        free = "not reported by this platform" if self.free is None else _gib(self.free)
+        yield f"weights       {_gib(self.weights)}"
+        yield f"cache arena   {_gib(self.arena)} ({self.num_parents} parents of {self.parent_bytes} bytes)"
+        yield f"device state  {_gib(self.device_state)}"
+        yield f"workspace     {_gib(self.workspace)}"
+        yield f"free          {free}"
+        for group in self.groups:
+            per_token = "" if group.bytes_per_token is None else f"{group.bytes_per_token:.0f} bytes per token, "
+            yield (
+                f"group {group.group_id}: {per_token}packing {group.cache_blocks_per_lcm_block}, "
+                f"{group.padding_bytes_per_lcm_block} bytes of a parent unused, capacity {group.capacity} {group.unit}"
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"

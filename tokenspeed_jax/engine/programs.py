@@ -1,0 +1,116 @@
+"""The engine's compiled programs: compiled once per bucket, run on the arena and the device state they own."""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
+from tokenspeed_jax.engine.buckets import Bucket
+from tokenspeed_jax.engine.requests import SampleState
+from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS
+from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
+from tokenspeed_jax.engine.step import DeviceState, StepModel, build_step
+
+_PARALLEL_COMPILATIONS = 4
+
+
+@dataclass
+class StepPrograms:
+    """Compiles and runs steps. Owned by the step loop; not thread-safe after `warm_up`.
+
+    Attributes:
+        weights: the model's nnx state, an argument of every step and never donated.
+        max_model_len: padded length of token lists handed to `begin_request`.
+        compilations: programs compiled so far.
+    """
+
+    model: StepModel
+    weights: Any
+    device_state: DeviceState
+    max_model_len: int
+    compilations: int = 0
+    _steps: dict[Bucket, Any] = field(default_factory=dict)
+    _begin: Any = None
+
+    def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> None:
+        """Compiles every bucket and runs none. Errors of the compiler propagate."""
+        layouts = list(layouts)
+        with (
+            ThreadPoolExecutor(_PARALLEL_COMPILATIONS) as pool,
+            tqdm(total=len(layouts) + 1, desc="Compiling steps", disable=not progress) as bar,
+        ):
+            futures = [pool.submit(self._compile_begin), *(pool.submit(self._compile, item) for item in layouts)]
+            for future in as_completed(futures):
+                future.result()
+                bar.update()
+
+    def compiled(self, layout: BatchLayout) -> Any:
+        """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
+        if layout.bucket not in self._steps:
+            self._compile(layout)
+        return self._steps[layout.bucket]
+
+    def run(self, built: BuiltBatch) -> jax.Array:
+        """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
+        arena = self.model.arena
+        step = self.compiled(built.layout)
+        arena.planes, self.device_state, outputs = step(self.weights, arena.planes, self.device_state, built.buffer)
+        outputs.copy_to_host_async()
+        return outputs
+
+    def begin_request(self, slot: int, sample: SampleState, blocked: np.ndarray) -> None:
+        """Sets a slot's token counts, bias and stop mask for a sample whose parameters need them.
+
+        Args:
+            blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
+        """
+        if self._begin is None:
+            self._compile_begin()
+        sampling = self._begin(
+            self.device_state.sampling,
+            np.int32(slot),
+            padded_ids(sample.request.prompt_token_ids, self.max_model_len),
+            padded_ids(sample.token_ids, self.max_model_len),
+            *bias_arrays(sample.params),
+            blocked,
+        )
+        self.device_state = DeviceState(self.device_state.last_tokens, sampling)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Temporaries of the costliest program compiled so far."""
+        return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
+
+    def _compile(self, layout: BatchLayout) -> None:
+        step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))
+        buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        planes = jax.tree.map(_shape_of, self.model.arena.planes)
+        state = jax.tree.map(_shape_of, self.device_state)
+        with jax.default_matmul_precision(self.model.precision):
+            lowered = step.lower(self.weights, planes, state, buffer)
+        self._steps[layout.bucket] = lowered.compile()
+        self.compilations += 1
+
+    def _compile_begin(self) -> None:
+        ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)
+        lowered = jax.jit(begin_request, donate_argnums=0).lower(
+            jax.tree.map(_shape_of, self.device_state.sampling),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            ids,
+            ids,
+            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.int32),
+            jax.ShapeDtypeStruct((MAX_LOGIT_BIAS,), jnp.float32),
+            jax.ShapeDtypeStruct((MAX_BLOCKED,), jnp.int32),
+        )
+        self._begin = lowered.compile()
+        self.compilations += 1
+
+
+def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,103 @@
+"""What the step loop remembers about a request while it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.sampler import seed_words
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.stop import StopChecker
+
+DeltaSink = Callable[[RequestDelta], None]
+
+
+@dataclass(eq=False)
+class SampleState:
+    """One continuation of a request; the scheduler knows it as a request of its own.
+
+    Attributes:
+        scheduler_id: id towards the scheduler, unique for the engine's life.
+        seed: 63-bit seed of this sample's noise.
+        token_ids: landed tokens.
+        num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
+            by the steps in flight.
+        finished: nothing more is delivered; rows still in flight are wasted.
+    """
+
+    scheduler_id: str
+    request: "RequestState"
+    index: int
+    seed: int
+    stop: StopChecker
+    token_ids: list[int] = field(default_factory=list)
+    num_dispatched: int = 0
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.seed_words = seed_words(self.seed)
+        self.float_params = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def next_length(self) -> int:
+        """Length of the sequence once its newest sampled token has been fed."""
+        return len(self.request.prompt_token_ids) + self.num_dispatched
+
+    def delta(
+        self,
+        token_ids: list[int],
+        text: str,
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None = None,
+        logprobs: list[float] | None = None,
+        sampling_logprobs: list[float] | None = None,
+        top_logprobs: list[TopLogprobs] | None = None,
+    ) -> RequestDelta:
+        """A delta of this sample."""
+        request = self.request
+        return RequestDelta(
+            request_id=request.request_id,
+            sample_index=self.index,
+            prompt_token_ids=request.prompt_token_ids,
+            cached_tokens=request.cached_tokens or 0,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            sampling_logprobs=sampling_logprobs,
+            top_logprobs=top_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request: a prompt and its `n` samples.
+
+    Attributes:
+        cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
+            before that.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    on_delta: DeltaSink
+    samples: list[SampleState] = field(default_factory=list)
+    cached_tokens: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finished for sample in self.samples)

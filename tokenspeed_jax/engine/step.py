@@ -1,0 +1,163 @@
+"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs)`.
+
+Planes and device state are donated, so a step updates the arena in place. The sampled token of each slot stays in
+the device state: the next step takes its input from there, and the host may plan that step before this one landed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.attention.paged import PagedStep
+from tokenspeed_jax.cache.arena import CacheArena
+from tokenspeed_jax.cache.binding import LayerBinding
+from tokenspeed_jax.cache.router import CacheGroupRouter
+from tokenspeed_jax.cache.write_locations import DecodeWindow, ExtendSpan
+from tokenspeed_jax.engine.batch import FROM_DEVICE, BatchLayout
+from tokenspeed_jax.engine.sampler import SampleResult, sample, sample_greedy
+from tokenspeed_jax.engine.sampling_state import SamplingState, init_sampling_state
+from tokenspeed_jax.pallas_kernels.implementations import Implementation
+
+Planes = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """What steps carry from one to the next beside the arena; donated.
+
+    Attributes:
+        last_tokens: newest sampled token of each request slot; slot 0 is padding.
+        sampling: token counts, bias and stop masks of the slots.
+    """
+
+    last_tokens: Int[Array, " slots"]
+    sampling: SamplingState
+
+
+def init_device_state(max_num_seqs: int, vocab_size: int) -> DeviceState:
+    """The state before the first request; created on the device."""
+    return DeviceState(
+        last_tokens=jnp.zeros(max_num_seqs + 1, jnp.int32),
+        sampling=init_sampling_state(max_num_seqs, vocab_size),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepModel:
+    """A model split for compiled steps, with where its layers' caches are.
+
+    Attributes:
+        graph: the nnx graph definition; its state is a step argument.
+        precision: matmul precision of every product in the step; None leaves JAX's default.
+    """
+
+    graph: Any
+    vocab_size: int
+    arena: CacheArena
+    router: CacheGroupRouter
+    bindings: tuple[LayerBinding, ...]
+    attention_implementation: Implementation | None
+    precision: str | None
+
+
+def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Planes, DeviceState, jax.Array]]:
+    """The step function of one bucket, to be jitted with `planes` and `device_state` donated.
+
+    Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`.
+    """
+    bucket = layout.bucket
+
+    def step(
+        weights: Any, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
+    ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"]]:
+        batch = layout.unpack(buffer)
+        module = nnx.merge(model.graph, weights)
+        window: DecodeWindow | ExtendSpan
+        if bucket.mode == "decode":
+            window = DecodeWindow(batch.kv_lens)
+            rows = jnp.arange(bucket.rows, dtype=jnp.int32)
+            positions = jnp.maximum(batch.kv_lens - 1, 0)
+        else:
+            window = ExtendSpan(batch.query_starts, batch.kv_lens, bucket.tokens)
+            rows, positions = _rows_and_positions(window)
+        slots = batch.sampling.slot
+        tokens = jnp.where(batch.tokens == FROM_DEVICE, device_state.last_tokens[slots[rows]], batch.tokens)
+        attention = PagedStep(
+            planes=dict(planes),
+            arena=model.arena,
+            router=model.router,
+            bindings=model.bindings,
+            tables=batch.tables,
+            window=window,
+            implementation=model.attention_implementation,
+        )
+        hidden = module(tokens, positions, attention)
+        if bucket.mode == "extend":
+            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+        result, sampling = _draw(module.logits(hidden), batch.sampling, device_state.sampling, bucket.sampling)
+        # Rows that draw nothing write the padding slot.
+        target = jnp.where(batch.sampling.samples, slots, 0)
+        last_tokens = device_state.last_tokens.at[target].set(result.token)
+        return attention.planes, DeviceState(last_tokens, sampling), _pack_outputs(result)
+
+    return step
+
+
+def _rows_and_positions(span: ExtendSpan) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """Each token's row and its position in that row's sequence; padding tokens get the last row and position 0."""
+    token = jnp.arange(span.num_tokens, dtype=jnp.int32)
+    rows = jnp.searchsorted(span.query_starts[1:], token, side="right").astype(jnp.int32)
+    rows = jnp.minimum(rows, span.kv_lens.shape[0] - 1)
+    positions = span.kv_lens[rows] + token - span.query_starts[rows + 1]
+    return rows, jnp.where(token < span.query_starts[-1], positions, 0)
+
+
+def _draw(
+    logits: Float[Array, "rows vocab"], rows: Any, state: SamplingState, mode: str
+) -> tuple[SampleResult, SamplingState]:
+    if mode == "greedy":
+        return sample_greedy(logits), state
+    return sample(logits, rows, state)
+
+
+def _pack_outputs(result: SampleResult) -> Int[Array, "rows columns"]:
+    floats = jnp.concatenate([result.logprob[:, None], result.sampling_logprob[:, None], result.top_logprobs], axis=1)
+    words = lax.bitcast_convert_type(floats, jnp.int32)
+    return jnp.concatenate([result.token[:, None], result.top_ids, words], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """One landed step's outputs on the host; row order is the batch's."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    sampling_logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def unpack_outputs(packed: np.ndarray) -> StepOutputs:
+    """The fields of a step's packed outputs.
+
+    Args:
+        packed: `int32[rows, 3 + 2 * top]`: token, top ids, then the bits of logprob, sampling logprob and top
+            logprobs.
+    """
+    top = (packed.shape[1] - 3) // 2
+    floats = packed[:, 1 + top :].view(np.float32)
+    return StepOutputs(
+        tokens=packed[:, 0],
+        logprobs=floats[:, 0],
+        sampling_logprobs=floats[:, 1],
+        top_ids=packed[:, 1 : 1 + top],
+        top_logprobs=floats[:, 2:],
+    )
