@@ -23,33 +23,52 @@ class EngineConfig:
 
     model: str = field(metadata=about("checkpoint folder, GGUF file, or Hugging Face hub id"))
     revision: str | None = field(default=None, metadata=about("branch, tag or commit of a hub id"))
-    dtype: DType = field(default="auto", metadata=about("compute dtype; auto takes the checkpoint's (float32 on a CPU)"))
+    dtype: DType = field(default="auto", metadata=about("compute dtype; auto: the checkpoint's, float32 on a CPU"))
     seed: int = field(default=0, metadata=about("seed of requests that bring none"))
-    max_model_len: int | None = field(default=None, metadata=about("longest prompt plus output in tokens; default: the model's own limit"))
-    max_num_seqs: int | None = field(default=None, metadata=about("most requests in one step; default 256 on a GPU, 16 on a CPU"))
-    max_num_batched_tokens: int | None = field(default=None, metadata=about("most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"))
-    gpu_memory_utilization: float = field(default=0.90, metadata=about("share of the device's memory that the engine may use, in (0, 1]")
-    kv_cache_memory_bytes: int | None = option(
-        None, "bytes of the cache arena; default: what gpu_memory_utilization leaves (1 GiB on a CPU)"
+    max_model_len: int | None = field(
+        default=None, metadata=about("longest prompt plus output in tokens; default: the model's own limit")
     )
-    prefix_granularity: int | None = option(
-        None,
-        "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
-        aliases=("block_size",),
+    max_num_seqs: int | None = field(
+        default=None, metadata=about("most requests in one step; default 256 on a GPU, 16 on a CPU")
     )
-    kernel_page_size: int | None = option(
-        None, "tokens per attention-kernel page; default: the kernel registry's; must divide prefix_granularity"
+    max_num_batched_tokens: int | None = field(
+        default=None,
+        metadata=about("most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"),
     )
-    enable_prefix_caching: bool = option(True, "reuse the cache of equal prompt prefixes")
-    overlap_schedule: bool = option(True, "plan and dispatch a step before the previous one has landed")
-    attention_implementation: Literal["auto", "mosaic", "xla"] = option(
-        "auto", "attention kernels: mosaic (NVIDIA Hopper), xla (any platform), auto picks by platform"
+    gpu_memory_utilization: float = field(
+        default=0.90, metadata=about("share of the memory that JAX may allocate that the engine uses, above 0 up to 1")
     )
-    compilation_cache_dir: str | None = option(
-        None, "folder of compiled programs kept between runs; default ~/.cache/tokenspeed_jax/compiled; 'off' disables"
+    kv_cache_memory_bytes: int | None = field(
+        default=None,
+        metadata=about("bytes of the cache arena; default: what gpu_memory_utilization leaves, 1 GiB on a CPU"),
     )
-    warmup: bool = option(True, "compile every bucket at start; without it a bucket compiles on first use")
-    disable_progress_bars: bool = option(False, "print no progress bars")
+    prefix_granularity: int | None = field(
+        default=None,
+        metadata=about(
+            "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
+            aliases=("block_size",),
+        ),
+    )
+    kernel_page_size: int | None = field(
+        default=None,
+        metadata=about("tokens per attention-kernel page; default: the kernel's own; must divide prefix_granularity"),
+    )
+    enable_prefix_caching: bool = field(default=True, metadata=about("reuse the cache of equal prompt prefixes"))
+    overlap_schedule: bool = field(
+        default=True, metadata=about("plan and dispatch a step before the previous one has landed")
+    )
+    attention_implementation: Literal["auto", "mosaic", "xla"] = field(
+        default="auto",
+        metadata=about("attention kernels: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"),
+    )
+    compilation_cache_dir: str | None = field(
+        default=None,
+        metadata=about("folder of compiled programs; default ~/.cache/tokenspeed_jax/compiled; 'off' keeps none"),
+    )
+    warmup: bool = field(
+        default=True, metadata=about("compile every bucket at start; without it a bucket compiles on first use")
+    )
+    disable_progress_bars: bool = field(default=False, metadata=about("print no progress bars"))
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -66,7 +85,7 @@ class EngineConfig:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}", field=name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed"))
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}",
