@@ -1,0 +1,99 @@
+"""The architectures that are served, and what the engine asks of a model."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
+from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
+from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
+from tokenspeed_jax.models.llama import Llama, LlamaConfig
+from tokenspeed_jax.models.mistral import Mistral, MistralConfig
+from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
+from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
+from tokenspeed_jax.models.weight_map import WeightRule
+
+
+class ModelConfig(Protocol):
+    """What the engine reads of a configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """Reads a `config.json`; raises `UnsupportedConfig` naming the field that is not served."""
+        ...
+
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """What each layer's attention computes."""
+        ...
+
+
+class CausalLM(Protocol):
+    """A model that scores the next token; an `nnx.Module`."""
+
+    config: Any
+
+    def __call__(
+        self, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], step: AttentionStep
+    ) -> Float[Array, "tokens hidden"]:
+        """Hidden states after the final norm, in the model's dtype."""
+        ...
+
+    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+        """Scores in float32, soft cap included."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """One architecture: its configuration and its module."""
+
+    config: type[Any]
+    model: type[Any]
+
+    def build(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Any:
+        """A model with random parameters in `dtype`, on the default device; works under `nnx.eval_shape` and `jit`."""
+        return self.model(config, dtype=dtype, rngs=rngs)
+
+    def weight_map(self, config: ModelConfig) -> tuple[WeightRule, ...]:
+        """Where each parameter's values stand in a Hugging Face checkpoint."""
+        return self.model.weight_map(config)
+
+
+MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
+    "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
+    "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
+    "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
+    "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),
+}
+
+
+def resolve_model(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
+    """The family that a `config.json` names, and its configuration.
+
+    Raises:
+        UnsupportedConfig: an unknown architecture, a quantised checkpoint, or a field that is not served.
+    """
+    supported = ", ".join(sorted(MODEL_FAMILIES))
+    names = hf.get("architectures") or []
+    if not names:
+        raise UnsupportedConfig(f"config.json has no architectures (supported: {supported})")
+    family = next((MODEL_FAMILIES[name] for name in names if name in MODEL_FAMILIES), None)
+    if family is None:
+        raise UnsupportedConfig(f"architecture {', '.join(map(repr, names))} is not supported (supported: {supported})")
+    HfConfig(hf).refuse_unless("quantization_config", None, None)
+    return family, family.config.from_hf(hf)

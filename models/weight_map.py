@@ -1,0 +1,75 @@
+"""Which tensors of a Hugging Face checkpoint make up each parameter of a model."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRule:
+    """One parameter and the checkpoint tensors it is made of.
+
+    Several tensors are stacked along their first axis, in order; nothing is ever transposed.
+
+    Attributes:
+        parameter: path in the model's nnx state, such as ("layers", 0, "mlp", "down", "weight").
+        tensors: names in the checkpoint.
+        rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
+    """
+
+    parameter: tuple[str | int, ...]
+    tensors: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.tensors) != (1 if self.rows is None else len(self.rows)):
+            raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows {self.rows}")
+
+    def shapes(self, parameter_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shape that each tensor must have for a parameter of `parameter_shape`."""
+        if self.rows is None:
+            return (parameter_shape,)
+        return tuple((rows, *parameter_shape[1:]) for rows in self.rows)
+
+
+def same(parameter: tuple[str | int, ...], tensor: str) -> WeightRule:
+    """A parameter that is one tensor as it stands."""
+    return WeightRule(parameter, (tensor,))
+
+
+def linear_rules(parameter: tuple[str | int, ...], tensor: str, *, bias: bool) -> Iterator[WeightRule]:
+    """`weight`, and `bias` where there is one, of one projection."""
+    for leaf in ("weight", "bias") if bias else ("weight",):
+        yield same((*parameter, leaf), f"{tensor}.{leaf}")
+
+
+def fused_rules(
+    parameter: tuple[str | int, ...], tensors: tuple[str, ...], rows: tuple[int, ...], *, bias: bool = False
+) -> Iterator[WeightRule]:
+    """`weight`, and `bias` where there is one, of several projections fused by rows."""
+    for leaf in ("weight", "bias") if bias else ("weight",):
+        yield WeightRule((*parameter, leaf), tuple(f"{tensor}.{leaf}" for tensor in tensors), rows)
+
+
+def decoder_rules(config: Any, norms: dict[str, str]) -> tuple[WeightRule, ...]:
+    """The names shared by Llama and its descendants.
+
+    Args:
+        config: a `DecoderConfig`.
+        norms: parameter path within a layer (dotted) -> tensor name within that layer, for the layer's norms.
+    """
+    rules = [same(("embed", "weight"), "model.embed_tokens.weight"), same(("norm", "weight"), "model.norm.weight")]
+    if not config.tie_word_embeddings:
+        rules.append(same(("head", "weight"), "lm_head.weight"))
+    for spec in config.attention_layers():
+        here, there = ("layers", spec.layer_id), f"model.layers.{spec.layer_id}"
+        q = spec.num_heads * spec.head_dim
+        kv = spec.num_kv_heads * spec.head_dim
+        qkv = tuple(f"{there}.self_attn.{x}_proj" for x in "qkv")
+        rules += fused_rules((*here, "attention", "qkv", "proj"), qkv, (q, kv, kv), bias=config.attention_bias)
+        rules += linear_rules((*here, "attention", "out"), f"{there}.self_attn.o_proj", bias=config.attention_bias)
+        gate_up = (f"{there}.mlp.gate_proj", f"{there}.mlp.up_proj")
+        rules += fused_rules((*here, "mlp", "gate_up"), gate_up, (config.intermediate_size,) * 2)
+        rules += linear_rules((*here, "mlp", "down"), f"{there}.mlp.down_proj", bias=False)
+        rules += [same((*here, *path.split("."), "weight"), f"{there}.{name}.weight") for path, name in norms.items()]
+    return tuple(rules)

@@ -1,0 +1,107 @@
+"""A checkpoint: configuration, tensors and tokenizer, from a folder, a GGUF file or the hub."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from tokenspeed_jax.errors import CheckpointError
+from tokenspeed_jax.weights import hub
+from tokenspeed_jax.weights.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, weight_files
+from tokenspeed_jax.weights.tensor_source import TensorSource
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.text.tokenizer import Tokenizer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SERVED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; its tensors are read when asked for.
+
+    Attributes:
+        name: as it was opened.
+        hf_config: `config.json`.
+        generation_config: `generation_config.json`, empty without one.
+        tensors: under their Hugging Face names, in Hugging Face's layout.
+    """
+
+    name: str
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: TensorSource
+    make_tokenizer: Callable[[], "Tokenizer"]
+
+    def tokenizer(self) -> "Tokenizer":
+        """Builds the tokenizer; raises `CheckpointError` when it is of a kind that is not supported."""
+        return self.make_tokenizer()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype that the weights were saved in, as `config.json` says."""
+        name = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"
+        if name not in _SERVED_DTYPES:
+            raise CheckpointError(f"{self.name}: dtype {name!r} is not supported (served: {', '.join(_SERVED_DTYPES)})")
+        return jnp.dtype(name)
+
+
+def open_checkpoint(model: str, *, revision: str | None = None, progress: bool = True) -> Checkpoint:
+    """Opens a checkpoint; reads its configuration and the names of its tensors, not their values.
+
+    Args:
+        model: a folder, a `.gguf` file, or a hub id "owner/name", which is fetched.
+        revision: branch, tag or commit of a hub id.
+        progress: show progress bars of a download.
+
+    Raises:
+        CheckpointError: nothing is there, or files are missing or malformed; the message names them.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _open_folder(path, model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"{model}: no such file")
+        from tokenspeed_jax.weights.gguf_checkpoint import open_gguf
+
+        return open_gguf(path, model)
+    if path.exists():
+        raise CheckpointError(f"{model} is neither a checkpoint folder nor a .gguf file")
+    if _HUB_ID.fullmatch(model) is None:
+        raise CheckpointError(f"{model}: no such folder, and not a hub id of the form owner/name")
+    return _open_folder(hub.download(model, revision=revision, progress=progress), model)
+
+
+def _open_folder(folder: Path, name: str) -> Checkpoint:
+    files = weight_files(folder)
+    missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).exists()]
+    if not files:
+        missing.append(f"{SINGLE_FILE} (or {INDEX_FILE} and its files)")
+    if missing:
+        raise CheckpointError(f"checkpoint folder {name} lacks {', '.join(missing)}")
+    hf_config = _read_object(folder / "config.json")
+    generation = folder / "generation_config.json"
+    generation_config = _read_object(generation) if generation.exists() else {}
+
+    def make_tokenizer() -> "Tokenizer":
+        from tokenspeed_jax.text.tokenizer import Tokenizer, TokenizerFiles
+
+        return Tokenizer(TokenizerFiles.read(folder), hf_config=hf_config, generation_config=generation_config)
+
+    return Checkpoint(name, hf_config, generation_config, SafetensorsSource(files), make_tokenizer)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return value
