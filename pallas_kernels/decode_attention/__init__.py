@@ -1,0 +1,61 @@
+"""Attention of one new token per sequence over its paged keys and values."""
+
+import jax
+from jaxtyping import Array, Float, Int
+from tokenspeed_jax.pallas_kernels.decode_attention.reference import decode_attention_reference
+from tokenspeed_jax.pallas_kernels.decode_attention.xla import decode_attention_xla
+from tokenspeed_jax.pallas_kernels.implementations import (
+    Implementation,
+    check_implementation,
+    check_pages,
+    check_vectors,
+)
+from tokenspeed_jax.pallas_kernels.pages import PageView
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+
+__all__ = ["decode_attention"]
+
+
+def decode_attention(
+    q: Float[Array, "batch heads dim"],
+    k: PageView,
+    v: PageView,
+    page_table: Int[Array, "batch columns"],
+    kv_lens: Int[Array, " batch"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "batch heads dim"]:
+    """Each row's query, at position `kv_lens - 1`, attends to the keys of its pages up to itself.
+
+    The step's own keys and values are in the pages already. Softmax in float32.
+
+    Args:
+        q: one query per row, any float dtype.
+        k, v: pages `[tokens, kv heads, dim]`; query head i reads KV head `i // (heads // kv heads)`.
+        page_table: kernel page ids, column c for tokens `[c * tokens_per_page, (c + 1) * tokens_per_page)`. 0 is the
+            null page, allowed only where the row sees nothing: below its window or beyond its length.
+        kv_lens: tokens of each row, this step's included; 0 marks a padding row, whose output is zeros.
+        scale, sliding_window, soft_cap: see `ScoreRule`.
+        implementation: None takes the fastest that serves the call.
+
+    Returns:
+        The attended values, in `q`'s dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot serve the call (the
+            message says why).
+    """
+    rule = ScoreRule(scale, sliding_window, soft_cap)
+    check_implementation(implementation)
+    check_pages(q, k, v)
+    rows = q.shape[0]
+    check_vectors(page_table, {"kv_lens": (kv_lens, rows)})
+    if page_table.shape[0] != rows:
+        raise ValueError(f"page_table has {page_table.shape[0]} rows, q has {rows}")
+    if implementation == "reference":
+        return decode_attention_reference(q, k, v, page_table, kv_lens, rule)
+    with jax.named_scope("decode_attention"):
+        return decode_attention_xla(q, k, v, page_table, kv_lens, rule)
