@@ -29,8 +29,9 @@ struct AdmissionVictim {
 
 struct AdmissionRequest {
   std::span<const int32_t> blocks_needed;  // per group
-  // Per group: blocks this admission hits, which must survive it.
-  std::span<const std::vector<CacheBlockLocation>> protected_locations;
+  // Per group: the keys and mask of the blocks this admission hits, which must survive it.
+  std::span<const std::vector<CacheKey>> hit_keys;
+  std::span<const PrefixMask> hit_masks;
   std::span<const BlockTable> tables;  // the request's own
   // Where the request stands; its expired blocks may fund the admission. Absent for a first admission.
   std::optional<int32_t> num_computed_tokens;

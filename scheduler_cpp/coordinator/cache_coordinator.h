@@ -124,12 +124,12 @@ class CacheCoordinator {
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:
-  std::vector<std::vector<CacheBlockLocation>> ProtectedLocations(const PrefixProbe& probe) const;
   void ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch);
   void PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t epoch);
   void Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch);
   bool Evict(int32_t group_id, CacheBlockLocation location);
   void ReportStored(std::span<const CacheKey> keys) const;
+  void CheckShapes(std::span<const BlockTable> tables) const;
   void CheckProgress(const RequestProgress& progress) const;
 
   int32_t prefix_granularity_;

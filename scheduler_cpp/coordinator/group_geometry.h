@@ -58,7 +58,7 @@ class GroupGeometry {
 
  private:
   // Tokens, counting the query's own, that a query reads; not meaningful for closed groups.
-  int32_t RetainedTokens() const;
+  int64_t RetainedTokens() const;
 
   CacheGroupKind kind_;
   int32_t block_granularity_;

@@ -91,6 +91,7 @@ class BlockPool {
     int32_t occupied = 0;
     int32_t record_count = 0;               // slots that `records` holds
     std::unique_ptr<CacheBlock[]> records;  // kept when the parent empties, so a dying handle never frees itself
+    std::vector<uint64_t> free_bits;        // bucket after bucket; bit i of bucket b is slot i * buckets + b
     std::vector<int32_t> lowest_free;       // per bucket; the packing when the bucket is full
   };
 
@@ -103,12 +104,17 @@ class BlockPool {
   CacheBlockRef TakeOrdinary(int32_t group);
   CacheBlockRef TakeBalanced(int32_t group, std::vector<int64_t>& loads);
   CacheBlockRef OpenFront(int32_t group, int32_t slot);
-  CacheBlockRef OccupyPartial(int32_t group, int32_t lcm_block_id, int32_t slot);
-  void Release(CacheBlock& block) noexcept;
+  CacheBlockRef OccupyPartial(int32_t lcm_block_id, int32_t slot);
+  CacheBlockRef Occupy(int32_t lcm_block_id, int32_t slot);
+  void Release(const CacheBlock& block) noexcept;
 
-  // Moves a parent's entries in the bucket sets from one (occupancy, holes) state to the current one.
-  void RemoveFromPartial(Group& group, const Parent& parent, int32_t lcm_block_id);
-  void InsertIntoPartial(Group& group, const Parent& parent, int32_t lcm_block_id);
+  // A parent's occupancy and holes may change only between these two.
+  static void RemoveFromPartial(Group& group, const Parent& parent, int32_t lcm_block_id);
+  static void InsertIntoPartial(Group& group, const Parent& parent, int32_t lcm_block_id);
+
+  static int32_t WordsPerBucket(const Group& group);
+  // Lowest free slot of a bucket at or above `slot` (a slot of that bucket); the packing when there is none.
+  static int32_t NextFreeSlot(const Group& group, const Parent& parent, int32_t slot);
 
   std::vector<Group> groups_;
   std::vector<Parent> parents_;  // index 0 is the null parent, never used

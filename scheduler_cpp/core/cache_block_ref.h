@@ -13,7 +13,9 @@
 #define TOKENSPEED_CORE_CACHE_BLOCK_REF_H_
 
 #include <compare>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <utility>
 
 namespace tokenspeed {
@@ -26,6 +28,13 @@ struct CacheBlockLocation {
   int32_t slot_index = 0;
 
   friend auto operator<=>(const CacheBlockLocation&, const CacheBlockLocation&) = default;
+};
+
+struct CacheBlockLocationHash {
+  std::size_t operator()(const CacheBlockLocation& location) const noexcept {
+    return std::hash<uint64_t>()(uint64_t{static_cast<uint32_t>(location.lcm_block_id)} << 32 |
+                                 static_cast<uint32_t>(location.slot_index));
+  }
 };
 
 // The pool's record of one slot. Only reachable through a handle while the slot is occupied.

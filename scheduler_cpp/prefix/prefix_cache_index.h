@@ -122,7 +122,7 @@ class PrefixCacheIndex {
   struct PoolEntries {
     const BlockPool* pool;
     std::unordered_map<CacheKey, Entry, CacheKeyHash> by_key;  // its nodes own the entries
-    std::unordered_map<uint64_t, Entry*> by_location;
+    std::unordered_map<CacheBlockLocation, Entry*, CacheBlockLocationHash> by_location;
     EvictionOrder order;
   };
 

@@ -1,0 +1,283 @@
+#include "coordinator/cache_coordinator.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "coordinator/admission_planner.h"
+#include "core/check.h"
+
+namespace tokenspeed {
+namespace {
+
+std::vector<int32_t> Packings(std::span<const CacheGroupSpec> specs) {
+  std::vector<int32_t> packings;
+  for (const CacheGroupSpec& spec : specs) packings.push_back(spec.cache_blocks_per_lcm_block);
+  return packings;
+}
+
+}  // namespace
+
+int32_t PrefixProbe::promotion_boundary_tokens() const {
+  return device.prefix_closed_tokens > device.num_common_tokens ? device.prefix_closed_tokens : 0;
+}
+
+CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_blocks,
+                                   std::span<const CacheGroupSpec> specs, DeviceMutationSink sink)
+    : prefix_granularity_(prefix_granularity), sink_(std::move(sink)), pool_(num_lcm_blocks, Packings(specs)) {
+  TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
+  groups_.reserve(specs.size());
+  for (const CacheGroupSpec& spec : specs) groups_.emplace_back(pool_, NumGroups(), spec, prefix_granularity_);
+}
+
+const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
+  TOKENSPEED_CHECK(group_id >= 0 && group_id < NumGroups(), "unknown group " + std::to_string(group_id));
+  return groups_[group_id];
+}
+
+std::vector<BlockTable> CacheCoordinator::MakeTables() const { return std::vector<BlockTable>(groups_.size()); }
+
+PrefixProbe CacheCoordinator::ProbePrefix(std::span<const PrefixHash> hashes) const {
+  PrefixProbe probe;
+  for (const CacheGroup& group : groups_) probe.keys.push_back(group.ExpandKeys(hashes));
+  probe.device =
+      ConvergePrefix(groups_, pool_, probe.keys, static_cast<int32_t>(hashes.size()), prefix_granularity_);
+  return probe;
+}
+
+std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
+                                                       std::span<const TokenDemand> demands,
+                                                       const RequestProgress& progress,
+                                                       std::optional<uint64_t> access_epoch) {
+  CheckShapes(tables);
+  CheckProgress(progress);
+  TOKENSPEED_CHECK(demands.size() == groups_.size(), "one demand per group is needed");
+  TOKENSPEED_CHECK(!access_epoch || (*access_epoch > 0 && *access_epoch <= last_epoch_),
+                   "an access epoch was never issued");
+  std::vector<int32_t> needed;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    TOKENSPEED_CHECK(probe.device_prefix_tokens() == 0 || tables[g].blocks.empty(),
+                     "a prefix hit is claimed into a table that is in use");
+    needed.push_back(groups_[g].geometry().BlocksNeeded(tables[g], demands[g]));
+  }
+  const std::optional<std::vector<AdmissionVictim>> victims =
+      PlanAdmission(groups_, pool_,
+                    {.blocks_needed = needed,
+                     .hit_keys = probe.keys,
+                     .hit_masks = probe.device.masks,
+                     .tables = tables,
+                     .num_computed_tokens = progress.num_computed_tokens});
+  if (!victims) return std::nullopt;
+
+  AdmissionResult result;
+  result.device_prefix_tokens = probe.device_prefix_tokens();
+  result.promotion_boundary_tokens = probe.promotion_boundary_tokens();
+  result.access_epoch = access_epoch ? *access_epoch : ++last_epoch_;
+  ClaimHits(probe, tables, result.access_epoch);
+
+  // Victims that this request's own table still holds go once its expired slots have been reclaimed.
+  std::vector<AdmissionVictim> prospective;
+  for (const AdmissionVictim& victim : *victims) {
+    if (!Evict(victim.group, victim.location)) prospective.push_back(victim);
+  }
+  PublishAndReclaim(tables, progress, result.access_epoch);
+  for (const AdmissionVictim& victim : prospective) {
+    const bool gone = Evict(victim.group, victim.location) || !pool_.IsOccupied(victim.location);
+    TOKENSPEED_CHECK(gone, "a planned victim is still held");
+  }
+
+  result.new_block_ids.resize(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const AcquirePlan plan = groups_[g].geometry().Plan(tables[g], demands[g]);
+    const bool acquired = groups_[g].allocator().Acquire(tables[g], plan, result.new_block_ids[g]);
+    TOKENSPEED_CHECK(acquired, "a planned admission does not fit");
+  }
+  return result;
+}
+
+void CacheCoordinator::ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch) {
+  if (probe.device_prefix_tokens() == 0) return;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    groups_[g].allocator().ClaimHitBlocks(
+        tables[g], groups_[g].index().AcquireMatched(pool_, probe.keys[g], probe.device.masks[g], epoch));
+  }
+}
+
+void CacheCoordinator::PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress,
+                                         uint64_t epoch) {
+  // An expiring block is given its key before it goes.
+  if (progress.completed_pages) Publish(tables, *progress.completed_pages, epoch);
+  if (!progress.num_computed_tokens) return;
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    groups_[g].allocator().ReclaimExpired(tables[g], groups_[g].geometry().ExpiredBlocks(*progress.num_computed_tokens));
+  }
+}
+
+void CacheCoordinator::Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    std::vector<CacheKey> new_keys;
+    groups_[g].Publish(tables[g], completed, epoch, new_keys);
+    ReportStored(new_keys);
+  }
+}
+
+void CacheCoordinator::CacheCompletedBlocks(std::span<BlockTable> tables, const RequestProgress& progress,
+                                            uint64_t access_epoch) {
+  CheckShapes(tables);
+  CheckProgress(progress);
+  TOKENSPEED_CHECK(access_epoch > 0 && access_epoch <= last_epoch_, "an access epoch was never issued");
+  if (progress.completed_pages) Publish(tables, *progress.completed_pages, access_epoch);
+}
+
+void CacheCoordinator::CacheFullBlocks(std::span<BlockTable> tables, std::span<const PrefixHash> hashes,
+                                       uint64_t access_epoch, int32_t first_prefix_page, BoundaryKind kind) {
+  CheckShapes(tables);
+  TOKENSPEED_CHECK(access_epoch > 0 && access_epoch <= last_epoch_, "an access epoch was never issued");
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const int32_t first_slot = first_prefix_page * groups_[g].geometry().BlocksPerPrefixPage();
+    std::vector<CacheKey> new_keys;
+    groups_[g].PublishRange(tables[g], hashes, first_slot, access_epoch, kind, new_keys);
+    ReportStored(new_keys);
+  }
+}
+
+void CacheCoordinator::Free(std::span<BlockTable> tables) {
+  CheckShapes(tables);
+  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].allocator().Free(tables[g]);
+}
+
+bool CacheCoordinator::TailsHaveRoom(std::span<const BlockTable> tables, int32_t num_tokens) const {
+  CheckShapes(tables);
+  return std::all_of(tables.begin(), tables.end(),
+                     [&](const BlockTable& table) { return table.available_tokens >= num_tokens; });
+}
+
+bool CacheCoordinator::HasReclaimableBlocks(std::span<const BlockTable> tables, int32_t num_computed_tokens) const {
+  CheckShapes(tables);
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const int32_t expired = groups_[g].geometry().ExpiredBlocks(num_computed_tokens);
+    if (groups_[g].allocator().HasReclaimableBlocksAt(tables[g], expired)) return true;
+  }
+  return false;
+}
+
+void CacheCoordinator::ConsumeReservedTokens(std::span<BlockTable> tables, int32_t num_tokens) {
+  CheckShapes(tables);
+  for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].allocator().ConsumeReservedTokens(tables[g], num_tokens);
+}
+
+void CacheCoordinator::WriteBlockIds(int32_t group_id, const BlockTable& table, std::span<int32_t> row) const {
+  group(group_id).allocator().WriteBlockIds(table, row);
+}
+
+int32_t CacheCoordinator::NumActiveLcmBlocks(std::span<const std::span<const BlockTable>> requests) const {
+  std::vector<bool> seen(static_cast<std::size_t>(pool_.NumLcmBlocks()) + 1, false);
+  int32_t active = 0;
+  for (const std::span<const BlockTable> tables : requests) {
+    for (const BlockTable& table : tables) {
+      for (std::size_t slot = table.reclaimed_prefix_blocks; slot < table.blocks.size(); ++slot) {
+        if (!table.blocks[slot]) continue;
+        const int32_t parent = table.blocks[slot]->Location().lcm_block_id;
+        active += seen[parent] ? 0 : 1;
+        seen[parent] = true;
+      }
+    }
+  }
+  return active;
+}
+
+int32_t CacheCoordinator::NumAvailableLcmBlocks() const {
+  int32_t available = pool_.NumEmptyLcmBlocks();
+  for (int32_t parent = 1; parent <= pool_.NumLcmBlocks(); ++parent) {
+    const int32_t bound = pool_.BoundGroup(parent);
+    if (bound >= 0 && groups_[bound].index().ParentIsFullyEvictable(pool_, parent)) ++available;
+  }
+  return available;
+}
+
+int32_t CacheCoordinator::NumNewlyReleasableLcmBlocks(std::span<const BlockTable> tables) const {
+  CheckShapes(tables);
+  std::map<CacheBlockLocation, int32_t> own_references;  // ordered, so that parents come one after another
+  for (const BlockTable& table : tables) {
+    for (const CacheBlockRef& block : table.blocks) {
+      if (block) ++own_references[block->Location()];
+    }
+  }
+  const auto releasable = [&](int32_t parent) {
+    const PrefixCacheIndex& index = groups_[pool_.BoundGroup(parent)].index();
+    for (CacheBlockLocation location : pool_.OccupiedLocations(parent)) {
+      const auto own = own_references.find(location);
+      const int32_t others = pool_.UseCount(location) - (own == own_references.end() ? 0 : own->second);
+      if (others != (index.Contains(pool_, location) ? 1 : 0)) return false;
+    }
+    return true;
+  };
+  int32_t count = 0;
+  int32_t previous = 0;
+  for (const auto& [location, references] : own_references) {
+    if (location.lcm_block_id != previous && releasable(location.lcm_block_id)) ++count;
+    previous = location.lcm_block_id;
+  }
+  return count;
+}
+
+bool CacheCoordinator::CacheIsClearable() const {
+  return std::all_of(groups_.begin(), groups_.end(),
+                     [&](const CacheGroup& group) { return group.index().NumPinnedEntries(pool_) == 0; });
+}
+
+bool CacheCoordinator::ClearDeviceCache() {
+  if (!CacheIsClearable()) return false;
+  for (const CacheGroup& group : groups_) {
+    for (const PrefixCacheIndex::Candidate& candidate : group.index().EvictableCandidates(pool_)) {
+      Evict(group.group_id(), candidate.location);
+    }
+  }
+  return true;
+}
+
+BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& hash) const {
+  std::size_t cached = 0;
+  std::size_t total = 0;
+  for (const CacheGroup& group : groups_) {
+    const std::vector<CacheKey> keys = group.ExpandKeys({&hash, 1});
+    total += keys.size();
+    cached += static_cast<std::size_t>(std::count_if(
+        keys.begin(), keys.end(), [&](const CacheKey& key) { return group.index().Contains(pool_, key); }));
+  }
+  if (cached == 0) return BoundaryResidency::kNone;
+  return cached == total ? BoundaryResidency::kComplete : BoundaryResidency::kPartial;
+}
+
+bool CacheCoordinator::Evict(int32_t group_id, CacheBlockLocation location) {
+  const std::optional<CacheKey> removed = groups_[group_id].index().Evict(pool_, location);
+  if (removed && sink_) sink_(*removed, DeviceMutation::kRemoved);
+  return removed.has_value();
+}
+
+void CacheCoordinator::ReportStored(std::span<const CacheKey> keys) const {
+  if (!sink_) return;
+  for (const CacheKey& key : keys) sink_(key, DeviceMutation::kStored);
+}
+
+void CacheCoordinator::CheckShapes(std::span<const BlockTable> tables) const {
+  TOKENSPEED_CHECK(tables.size() == groups_.size(), "one table per group is needed");
+}
+
+void CacheCoordinator::CheckProgress(const RequestProgress& progress) const {
+  if (progress.num_computed_tokens) {
+    TOKENSPEED_CHECK(*progress.num_computed_tokens >= 0, "a computed frontier is negative");
+  }
+  if (!progress.completed_pages) return;
+  const CompletedPages& completed = *progress.completed_pages;
+  const auto num_pages = static_cast<int64_t>(completed.prefix_hashes.size());
+  TOKENSPEED_CHECK(progress.num_computed_tokens.has_value(), "completed pages come without a computed frontier");
+  TOKENSPEED_CHECK(completed.first_new_prefix_page >= 0 && completed.first_new_prefix_page < num_pages,
+                   "completed pages contain no new page");
+  TOKENSPEED_CHECK(num_pages * prefix_granularity_ <= *progress.num_computed_tokens,
+                   "a page is published above the computed frontier");
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,85 @@
+#include "coordinator/cache_group.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace tokenspeed {
+
+CacheGroup::CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGroupSpec& spec,
+                       int32_t prefix_granularity)
+    : kind_(spec.kind),
+      device_pool_(device_pool),
+      geometry_(spec, prefix_granularity),
+      allocator_(device_pool, group_id, spec.cache_blocks_per_lcm_block, spec.shard_count),
+      index_(group_id) {}
+
+std::vector<CacheKey> CacheGroup::ExpandKeys(std::span<const PrefixHash> hashes) const {
+  return ExpandCacheKeys(hashes, group_id(), geometry_.BlocksPerPrefixPage());
+}
+
+void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uint64_t epoch,
+                         std::vector<CacheKey>& new_keys) {
+  const std::span<const PrefixHash> hashes = completed.prefix_hashes;
+  const int32_t per_page = geometry_.BlocksPerPrefixPage();
+  const int32_t first = completed.first_new_prefix_page * per_page;
+  const int32_t end = static_cast<int32_t>(hashes.size()) * per_page;
+  switch (kind_) {
+    case CacheGroupKind::kFullAttention:
+      PublishSlots(table, hashes, first, end - first, epoch, completed.boundary_kind, new_keys);
+      return;
+    case CacheGroupKind::kSlidingWindow: {
+      const int32_t count = std::min(geometry_.LookbackBlocks(), end);
+      PublishSlots(table, hashes, end - count, count, epoch, completed.boundary_kind, new_keys);
+      return;
+    }
+    case CacheGroupKind::kRecurrentState: {
+      const BoundaryKind kind = completed.state_boundary_kind.value_or(completed.boundary_kind);
+      if (kind == BoundaryKind::kChunk) return;
+      for (int32_t boundary : completed.materialized_state_boundaries) {
+        const int32_t below = boundary / geometry_.block_granularity();
+        if (below > first && below <= end) PublishSlots(table, hashes, below - 1, 1, epoch, kind, new_keys);
+      }
+      return;
+    }
+  }
+}
+
+void CacheGroup::PublishRange(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot,
+                              uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys) {
+  const std::vector<CacheKey> keys = ExpandKeys(hashes);
+  const std::span<CacheBlockRef> blocks =
+      allocator_.BlocksToPublish(table, first_slot, static_cast<int32_t>(keys.size()));
+  index_.RegisterFullBlocks(device_pool_, blocks, keys, epoch, first_slot, kind, new_keys);
+}
+
+void CacheGroup::PublishSlots(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot, int32_t count,
+                              uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys) {
+  if (count == 0) return;
+  // Only the pages that contain the slots are expanded: a long prompt publishes a short window many times.
+  const int32_t per_page = geometry_.BlocksPerPrefixPage();
+  const int32_t first_page = first_slot / per_page;
+  const int32_t end_page = (first_slot + count - 1) / per_page + 1;
+  const std::vector<CacheKey> keys = ExpandKeys(hashes.subspan(first_page, end_page - first_page));
+  const std::span<CacheBlockRef> blocks = allocator_.BlocksToPublish(table, first_slot, count);
+  index_.RegisterFullBlocks(device_pool_, blocks,
+                            std::span(keys).subspan(first_slot - first_page * per_page, count), epoch, first_slot, kind,
+                            new_keys);
+}
+
+std::vector<CacheBlockLocation> CacheGroup::ReclaimableBlockLocationsAt(const BlockTable& table,
+                                                                        int32_t num_blocks) const {
+  constexpr int32_t kOwnersWhenCached = 2;  // the index and this table
+  constexpr int32_t kOwnersWhenUncached = 1;
+  std::vector<CacheBlockLocation> locations;
+  const int32_t end = std::min(num_blocks, table.NumSlots());
+  for (int32_t slot = table.reclaimed_prefix_blocks; slot < end; ++slot) {
+    const CacheBlockRef& block = table.blocks[slot];
+    if (!block) continue;
+    const bool cached = index_.Contains(device_pool_, block->Location());
+    if (block.use_count() == (cached ? kOwnersWhenCached : kOwnersWhenUncached)) locations.push_back(block->Location());
+  }
+  return locations;
+}
+
+}  // namespace tokenspeed

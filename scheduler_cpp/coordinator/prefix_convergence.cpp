@@ -1,0 +1,63 @@
+#include "coordinator/prefix_convergence.h"
+
+#include <algorithm>
+
+namespace tokenspeed {
+namespace {
+
+// One group's probe, and the tokens it covers.
+struct GroupMatch {
+  PrefixMask mask;
+  int32_t extent_tokens = 0;
+};
+
+GroupMatch Match(const CacheGroup& group, const BlockPool& pool, std::span<const CacheKey> keys, int32_t bound_tokens) {
+  const int32_t granularity = group.geometry().block_granularity();
+  GroupMatch match;
+  match.mask = MatchPrefix(group.geometry().Matching(), group.index(), pool, keys, bound_tokens / granularity);
+  match.extent_tokens = static_cast<int32_t>(match.mask.size()) * granularity;
+  return match;
+}
+
+}  // namespace
+
+ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPool& pool,
+                               std::span<const std::vector<CacheKey>> keys, int32_t num_prefix_pages,
+                               int32_t prefix_granularity) {
+  std::vector<GroupMatch> matches(groups.size());
+  ConvergedPrefix converged;
+  int32_t bound = num_prefix_pages * prefix_granularity;
+  const auto probe = [&](std::size_t g) {
+    matches[g] = Match(groups[g], pool, keys[g], bound);
+    const int32_t extent = matches[g].extent_tokens;
+    bound = std::min(bound, extent - extent % prefix_granularity);
+  };
+
+  // Closed groups first: they give the cheap upper bound, and what they alone cover is worth knowing.
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (!groups[g].geometry().IsPrefixClosed()) continue;
+    probe(g);
+    converged.prefix_closed_tokens = bound;
+  }
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (!groups[g].geometry().IsPrefixClosed()) probe(g);
+  }
+  // A window's match under a lower bound is not the truncation of its match under a higher one, so it is derived anew.
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (groups[g].geometry().IsPrefixClosed() || matches[g].extent_tokens <= bound) continue;
+      probe(g);
+      changed = true;
+    }
+  }
+
+  converged.num_common_tokens = bound;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    matches[g].mask.resize(static_cast<std::size_t>(bound / groups[g].geometry().block_granularity()));
+    converged.masks.push_back(std::move(matches[g].mask));
+  }
+  return converged;
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,61 @@
+#include "prefix/prefix_hasher.h"
+
+#include <cstddef>
+
+#include "core/check.h"
+
+namespace tokenspeed {
+namespace {
+
+void AppendLittleEndian(uint32_t value, std::vector<uint8_t>& bytes) {
+  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<uint8_t>(value >> shift));
+}
+
+}  // namespace
+
+std::string PrefixHash::ToHex() const {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string hex;
+  hex.reserve(2 * bytes.size());
+  for (uint8_t byte : bytes) {
+    hex.push_back(kDigits[byte >> 4]);
+    hex.push_back(kDigits[byte & 15]);
+  }
+  return hex;
+}
+
+PrefixHash HashPrefixPage(std::span<const int32_t> tokens, const std::optional<PrefixHash>& prior,
+                          std::span<const std::string> extra_keys) {
+  std::vector<uint8_t> stream;
+  stream.reserve(2 * sizeof(uint32_t) + Sha256::kDigestBytes + tokens.size_bytes());
+  AppendLittleEndian(prior ? Sha256::kDigestBytes : 0, stream);
+  if (prior) stream.insert(stream.end(), prior->bytes.begin(), prior->bytes.end());
+  AppendLittleEndian(static_cast<uint32_t>(tokens.size()), stream);
+  for (int32_t token : tokens) AppendLittleEndian(static_cast<uint32_t>(token), stream);
+  if (!extra_keys.empty()) {
+    AppendLittleEndian(static_cast<uint32_t>(extra_keys.size()), stream);
+    for (const std::string& key : extra_keys) {
+      AppendLittleEndian(static_cast<uint32_t>(key.size()), stream);
+      stream.insert(stream.end(), key.begin(), key.end());
+    }
+  }
+  Sha256 sha;
+  sha.Update(stream);
+  return PrefixHash{sha.Finish()};
+}
+
+void ExtendPrefixHashes(std::span<const int32_t> tokens, int32_t prefix_granularity, int32_t num_prefix_pages,
+                        std::vector<PrefixHash>& hashes) {
+  const auto page_tokens = static_cast<std::size_t>(prefix_granularity);
+  TOKENSPEED_CHECK(prefix_granularity > 0, "the prefix granularity must be positive");
+  if (num_prefix_pages <= static_cast<int32_t>(hashes.size())) return;
+  TOKENSPEED_CHECK(tokens.size() / page_tokens >= static_cast<std::size_t>(num_prefix_pages),
+                   "an incomplete prefix page cannot be hashed");
+  hashes.reserve(static_cast<std::size_t>(num_prefix_pages));
+  for (std::size_t page = hashes.size(); page < static_cast<std::size_t>(num_prefix_pages); ++page) {
+    const std::optional<PrefixHash> prior = hashes.empty() ? std::nullopt : std::optional(hashes.back());
+    hashes.push_back(HashPrefixPage(tokens.subspan(page * page_tokens, page_tokens), prior));
+  }
+}
+
+}  // namespace tokenspeed
