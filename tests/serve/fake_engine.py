@@ -1,0 +1,220 @@
+"""An engine with the public API of `Engine` and a scripted model, so that the server is tested without JAX."""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from tokenspeed_jax.engine.outputs import RequestDelta
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
+from tokenspeed_jax.text.tokenizer import Tokenizer, TokenizerFiles
+
+BOS, EOS = 0, 1
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' ~ m.role) }}{% endif %}[{{ m.role }}]{{ m.content }}{{ mark }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def byte_tokenizer(*, template: str | None = TEMPLATE) -> Tokenizer:
+    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces."""
+    vocabulary = {"<bos>": BOS, "<eos>": EOS}
+    vocabulary |= {character: 2 + byte for character, byte in BYTE_OF_CHARACTER.items()}
+    merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("Ġ", "w")]
+    vocabulary |= {left + right: 258 + index for index, (left, right) in enumerate(merges)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({"chat_template": template} if template else {})
+    return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    running: int
+    waiting: int
+    kv_usage: float
+    prompt_tokens: int
+    generation_tokens: int
+    cached_tokens: int
+    prefix_query_tokens: int
+    finished: dict[str, int]
+    retractions: int = 2
+    compilations_after_warmup: int = 0
+    arena_bytes: int = 4096
+    step_seconds_total: float = 1.5
+    steps: int = 3
+
+
+@dataclass(eq=False)
+class FakeSample:
+    request_id: str
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    script: list[int]
+    max_tokens: int
+    on_delta: Callable[[RequestDelta], None]
+    token_ids: list[int] = field(default_factory=list)
+    sent: int = 0
+
+
+class FakeEngine:
+    """Every sample follows `script(prompt, sample_index)`, one token per round of all running samples.
+
+    Attributes:
+        allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
+        aborted: request ids given to `abort`.
+    """
+
+    model_name = "fake/model"
+    max_model_len = 256
+    cached_tokens = 3
+
+    def __init__(self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE) -> None:
+        self.tokenizer = byte_tokenizer(template=template)
+        self.reply_ids = self.tokenizer.encode(reply)
+        self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
+        self.allowed_tokens = 10**9
+        self.is_healthy = True
+        self.submitted: list[tuple[list[int], SamplingParams]] = []
+        self.aborted: list[str] = []
+        self._finished: Counter[str] = Counter()
+        self._samples: list[FakeSample] = []
+        self._tokens = 0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_token_ids, params, *, request_id=None, on_delta):
+        if not self.is_healthy:
+            raise EngineClosed("dead")
+        if not prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", parameter="prompt_token_ids")
+        for token in prompt_token_ids:
+            if not 0 <= token < self.tokenizer.vocab_size:
+                raise InvalidRequest(f"token id {token} is out of vocabulary", parameter="prompt_token_ids")
+        room = self.max_model_len - len(prompt_token_ids)
+        if room < 1:
+            raise InvalidRequest(f"the prompt fills {self.max_model_len} tokens", parameter="prompt_token_ids")
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequest(f"max_tokens {params.max_tokens} is over {room}", parameter="max_tokens")
+        with self._wake:
+            self.submitted.append((prompt_token_ids, params))
+            for index in range(params.n):
+                script = self.script(prompt_token_ids, index)
+                self._samples.append(
+                    FakeSample(request_id, index, prompt_token_ids, params, script, params.max_tokens or room, on_delta)
+                )
+            self._wake.notify()
+        return request_id
+
+    def abort(self, request_id):
+        with self._wake:
+            self.aborted.append(request_id)
+            ended = [sample for sample in self._samples if sample.request_id == request_id]
+            self._samples = [sample for sample in self._samples if sample.request_id != request_id]
+        for sample in ended:
+            self._deliver(sample, [], "", "abort", None)
+
+    def allow(self, tokens: int) -> None:
+        """Lets every sample reach this many tokens."""
+        with self._wake:
+            self.allowed_tokens = tokens
+            self._wake.notify()
+
+    def die(self, *, silently: bool = False) -> None:
+        """Becomes unhealthy; aborts what runs unless silent."""
+        self.is_healthy = False
+        if not silently:
+            for request_id in {sample.request_id for sample in self._samples}:
+                self.abort(request_id)
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def stats(self) -> FakeStats:
+        prompt_tokens = sum(len(prompt) for prompt, _ in self.submitted)
+        return FakeStats(
+            running=len(self._samples),
+            waiting=0,
+            kv_usage=0.25,
+            prompt_tokens=prompt_tokens,
+            generation_tokens=self._tokens,
+            cached_tokens=self.cached_tokens * len(self.submitted),
+            prefix_query_tokens=prompt_tokens,
+            finished=dict(self._finished),
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closing and not self._ready():
+                    self._wake.wait()
+                if self._closing:
+                    return
+                ready = self._ready()
+            for sample in ready:
+                self._step(sample)
+
+    def _ready(self) -> list[FakeSample]:
+        return [sample for sample in self._samples if len(sample.token_ids) < self.allowed_tokens]
+
+    def _step(self, sample: FakeSample) -> None:
+        token = sample.script[len(sample.token_ids) % len(sample.script)]
+        sample.token_ids.append(token)
+        self._tokens += 1
+        reason, stop_reason = None, None
+        shown = sample.token_ids
+        if token in sample.params.stop_token_ids:
+            reason, stop_reason, shown = "stop", token, shown[:-1]
+        elif token == EOS and not sample.params.ignore_eos:
+            reason, shown = "stop", shown[:-1]
+        elif len(sample.token_ids) >= sample.max_tokens:
+            reason = "length"
+        text = self.tokenizer.decode(shown, skip_special_tokens=sample.params.skip_special_tokens)
+        for stop in sample.params.stop:
+            if stop in text:
+                text, reason, stop_reason = text[: text.index(stop)], "stop", stop
+        if reason is None:
+            text = text.rstrip("\ufffd")
+        fresh, sample.sent = text[sample.sent :], max(len(text), sample.sent)
+        if reason is not None:
+            with self._wake:
+                if sample not in self._samples:
+                    return
+                self._samples.remove(sample)
+        self._deliver(sample, [token], fresh, reason, stop_reason)
+
+    def _deliver(self, sample, token_ids, text, reason, stop_reason) -> None:
+        if reason is not None:
+            self._finished[reason] += 1
+        params = sample.params
+        tops = [{token: -0.5, (token + 1) % 263: -math.inf} for token in token_ids]
+        tops = [dict(list(top.items())[: params.top_logprobs]) for top in tops]
+        sample.on_delta(
+            RequestDelta(
+                request_id=sample.request_id,
+                sample_index=sample.index,
+                prompt_token_ids=sample.prompt,
+                cached_tokens=self.cached_tokens,
+                token_ids=token_ids,
+                text=text,
+                logprobs=[-0.5] * len(token_ids) if params.logprobs else None,
+                top_logprobs=tops if params.top_logprobs else None,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+            )
+        )

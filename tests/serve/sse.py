@@ -1,0 +1,24 @@
+"""Reading of server-sent events in tests."""
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from starlette.testclient import TestClient
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    """The lists one after the other."""
+    return list(chain.from_iterable(parts))
+
+
+def events(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The payloads of a stream, `[DONE]` as a string."""
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = response.read().decode()
+    assert text.endswith("\n\n")
+    payloads = [block.removeprefix("data: ") for block in text.removesuffix("\n\n").split("\n\n")]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]

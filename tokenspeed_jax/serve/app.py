@@ -1,0 +1,245 @@
+"""The application: routes, access control, and one handler per route."""
+
+import contextlib
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.errors import InvalidRequest
+from tokenspeed_jax.serve.bodies import parse_body, read_body
+from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.errors import (
+    ApiError,
+    engine_unavailable,
+    model_not_found,
+    on_api_error,
+    on_http_error,
+    on_unexpected_error,
+    refusal,
+)
+from tokenspeed_jax.serve.generation import DeltaBridge, Generation
+from tokenspeed_jax.serve.metrics import ServerMetrics
+from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
+from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
+from tokenspeed_jax.serve.protocol.logprobs import TokenNames
+from tokenspeed_jax.serve.protocol.reply import ReplyHead
+from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+from tokenspeed_jax.serve.served_engine import ServedEngine
+from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""Paths that probes and scrapers read without an API key."""
+MAX_CHOICES = 2048
+"""Most continuations (prompts x n) of one HTTP request."""
+
+_JSON = "application/json"
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
+    """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it)."""
+    server = ModelServer(engine, config)
+    middleware = [] if config.api_key is None else [Middleware(ApiKeyCheck, key=config.api_key)]
+    app = Starlette(
+        routes=server.routes(),
+        middleware=middleware,
+        lifespan=lambda _app: server.bridge.attached(),
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            Exception: on_unexpected_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class ApiKeyCheck:
+    """Middleware: 401 unless the request brings the key, except on `OPEN_PATHS`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    "wrong or missing API key; send `Authorization: Bearer KEY`",
+                    status=401,
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class ModelServer:
+    """The handlers of one engine's routes."""
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._name = config.served_model_name or engine.model_name
+        self._created = int(time.time())
+        self._names = TokenNames(engine.tokenizer)
+        self._metrics = ServerMetrics(engine, self._name)
+        self.bridge = DeltaBridge(engine, self._metrics)
+
+    def routes(self) -> list[Route]:
+        """Every route of the server."""
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, CompletionRequest, CompletionReply, "cmpl-")
+
+    async def chat_completions(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, ChatRequest, ChatReply, "chatcmpl-")
+
+    async def models(self, _request: Request) -> Response:
+        """`GET /v1/models`."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{name}`."""
+        self._check_model(request.path_params["name"])
+        return _json(self._card())
+
+    async def health(self, _request: Request) -> Response:
+        """`GET /health`: 200 while the engine serves."""
+        if not self._engine.is_healthy:
+            raise engine_unavailable()
+        return _json({"status": "ok"})
+
+    async def metrics(self, _request: Request) -> Response:
+        """`GET /metrics`."""
+        page = await run_in_threadpool(self._metrics.page)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`."""
+
+        def reply(body: bytes) -> Response:
+            tokenize = parse_body(body, TokenizeRequest)
+            self._check_model(tokenize.model)
+            return _json(tokenize.reply(self._engine.tokenizer, self._names, self._engine.max_model_len))
+
+        return await self._off_the_loop(request, reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`."""
+
+        def reply(body: bytes) -> Response:
+            detokenize = parse_body(body, DetokenizeRequest)
+            self._check_model(detokenize.model)
+            return _json(detokenize.reply(self._engine.tokenizer))
+
+        return await self._off_the_loop(request, reply)
+
+    async def _off_the_loop[T](self, request: Request, work: Callable[[bytes], T]) -> T:
+        """Reads the body, then parses, renders and tokenises on a worker thread: long prompts must not hold up
+        the streams of others."""
+        body = await read_body(request, self._config.max_body_bytes)
+        return await run_in_threadpool(work, body)
+
+    async def _generate(
+        self,
+        request: Request,
+        body_type: type[CompletionRequest] | type[ChatRequest],
+        reply_type: Callable[..., CompletionReply | ChatReply],
+        id_prefix: str,
+    ) -> Response:
+        def prepare(body: bytes) -> tuple[CompletionRequest | ChatRequest, SamplingParams, bool, list[list[int]]]:
+            parsed = parse_body(body, body_type)
+            self._check_model(parsed.model)
+            params = parsed.params()
+            return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
+
+        parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
+        reply_id = id_prefix + uuid.uuid4().hex
+        head = ReplyHead(reply_id, self._name, int(time.time()), includes_usage)
+        reply = reply_type(head, parsed, params, self._names)
+        generation = self.bridge.open(
+            prompts, params, request_id=reply_id, keeps_output=not parsed.stream, renamed=parsed.names
+        )
+        headers = {"x-request-id": reply_id}
+        if parsed.stream:
+            return EventStream(_events(generation, reply, includes_usage), generation.close, headers)
+        with contextlib.closing(generation):
+            try:
+                choices = await while_connected(request.receive, generation.finish())
+            except ClientGone:
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(reply.body(choices), headers=headers, media_type=_JSON)
+
+    def _prompts(self, parsed: CompletionRequest | ChatRequest, params: SamplingParams) -> list[list[int]]:
+        try:
+            prompts = parsed.prompt_token_ids(self._engine.tokenizer)
+        except InvalidRequest as error:
+            raise refusal(error, parsed.names) from None
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise ApiError(
+                f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
+                param="prompt",
+                code="invalid_value",
+            )
+        return prompts
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._name:
+            raise model_not_found(name, self._name)
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tokenspeed",
+            "root": self._engine.model_name,
+            "parent": None,
+            "max_model_len": self._engine.max_model_len,
+        }
+
+
+async def _events(
+    generation: Generation, reply: CompletionReply | ChatReply, includes_usage: bool
+) -> AsyncIterator[bytes]:
+    async for batch in generation.batches():
+        # What one step brought goes out in one piece: a write per event would cost more than the event.
+        chunks = [event(chunk) for index, delta in batch for chunk in reply.chunks(index, delta)]
+        if chunks:
+            yield b"".join(chunks)
+    if includes_usage:
+        yield event(reply.usage_chunk(generation.choices))
+    yield DONE
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type=_JSON)

@@ -1,0 +1,111 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenspeed_jax.errors import InvalidRequest
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status.
+
+    Attributes:
+        status: HTTP status code.
+        kind: the `type` of the error body.
+        param: the request field at fault, as the client spelled it, or None.
+        code: a short machine-readable reason, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404 for a model other than the one this server holds."""
+    return ApiError(
+        f"the model {name!r} does not exist; this server has {served!r}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def engine_unavailable() -> ApiError:
+    """503: the engine was closed or its step loop died."""
+    return ApiError(
+        "the engine is not running; see the server's log",
+        status=503,
+        kind="service_unavailable_error",
+        code="engine_unavailable",
+    )
+
+
+def request_aborted() -> ApiError:
+    """503: a healthy engine gave the request up, as it does when the server stops."""
+    return ApiError(
+        "the server aborted this request before it was complete",
+        status=503,
+        kind="service_unavailable_error",
+        code="request_aborted",
+    )
+
+
+def refusal(error: InvalidRequest, renamed: dict[str, str]) -> ApiError:
+    """400 for what the engine refuses, with the engine's parameter called by the name it has in the request."""
+    param = error.parameter
+    return ApiError(str(error), param=renamed.get(param, param) if param else None, code="invalid_value")
+
+
+async def on_api_error(_request: Request, error: Exception) -> Response:
+    """Starlette's handler for `ApiError`."""
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for what its router raises: no such route, method not allowed."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    messages = {
+        HTTPStatus.NOT_FOUND: (f"no such route: {method} {path}", "not_found"),
+        HTTPStatus.METHOD_NOT_ALLOWED: (f"{path} does not take {method}", "method_not_allowed"),
+    }
+    message, code = messages.get(HTTPStatus(error.status_code), (error.detail, None))
+    headers = dict(error.headers) if error.headers else None
+    return ApiError(message, status=error.status_code, code=code, headers=headers).response()
+
+
+async def on_unexpected_error(_request: Request, _error: Exception) -> Response:
+    """Starlette's handler for a defect of the server; the traceback goes to the log, not to the client."""
+    return ApiError(
+        "internal error; see the server's log", status=500, kind="server_error", code="internal_error"
+    ).response()

@@ -1,0 +1,87 @@
+"""What both endpoints' replies share: identity, the state of each choice, usage."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
+
+
+@dataclass
+class Choice:
+    """One continuation, gathered from its deltas.
+
+    Attributes:
+        index: `prompt index * n + sample index`, OpenAI's order.
+        keeps_output: False in a stream, where only counts are needed after a delta was sent.
+    """
+
+    index: int
+    sample_index: int
+    prompt_token_ids: list[int]
+    keeps_output: bool
+    cached_tokens: int = 0
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of the choice's text."""
+        return "".join(self.text_parts)
+
+    def push(self, delta: RequestDelta) -> None:
+        """Takes one delta of this choice."""
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.num_tokens += len(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+        if self.keeps_output:
+            self.token_ids += delta.token_ids
+            self.text_parts.append(delta.text)
+            self.logprobs += delta.logprobs or []
+            self.top_logprobs += delta.top_logprobs or []
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """Identity of one reply.
+
+    Attributes:
+        created: seconds since 1970.
+        includes_usage: every chunk carries `usage: null` and one more chunk carries the counts.
+    """
+
+    reply_id: str
+    model: str
+    created: int
+    includes_usage: bool
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """The fields that open a body or a chunk of type `kind`."""
+        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One chunk of a stream."""
+        chunk = self.envelope(kind)
+        chunk["choices"] = choices
+        if self.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def usage_chunk(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
+        """The chunk without choices that carries the usage."""
+        return self.envelope(kind) | {"choices": [], "usage": self.usage(choices)}
+
+    def usage(self, choices: list[Choice]) -> dict[str, Any]:
+        """Token counts; a prompt counts once, however many samples continue it."""
+        first_samples = [choice for choice in choices if choice.sample_index == 0]
+        prompt_tokens = sum(len(choice.prompt_token_ids) for choice in first_samples)
+        completion_tokens = sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_samples)},
+        }
