@@ -77,9 +77,7 @@ class PageView:
             return lax.bitcast_convert_type(raw.reshape(shape), jnp.dtype(self.dtype))
         return lax.bitcast_convert_type(raw.reshape(*shape, itemsize), jnp.dtype(self.dtype))
 
-    def write(
-        self, slots: Int[Array, " tokens"], values: Shaped[Array, "tokens heads dim"]
-    ) -> "PageView":
+    def write(self, slots: Int[Array, " tokens"], values: Shaped[Array, "tokens heads dim"]) -> "PageView":
         """The view after storing one row per slot (`slot = page id * tokens_per_page + offset`).
 
         Slots inside the null page and negative slots are dropped: nothing ever writes page id 0.
@@ -88,6 +86,10 @@ class PageView:
         end = self.num_rows * tokens
         index = jnp.where(slots < tokens, end, slots + self.first_row * tokens)
         values = values.astype(self.dtype)
+        if values.shape[0] == 1:
+            # XLA turns a scatter of one row into a select and an update-slice, and then copies the plane for it.
+            index = jnp.pad(index, (0, 1), constant_values=end)
+            values = jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
         if _bitcast_is_free():
             rows = self.typed().reshape(end, *self.page_shape[1:]).at[index].set(values, mode="drop")
             raw = lax.bitcast_convert_type(rows, jnp.uint8)
