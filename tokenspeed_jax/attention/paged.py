@@ -5,7 +5,6 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.cache.write_locations import DecodeWindow, ExtendSpan
 from tokenspeed_jax.models.attention import AttentionSpec
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
 from tokenspeed_jax.pallas_kernels.implementations import Implementation
@@ -28,15 +27,30 @@ class PagedStep:
         router: CacheGroupRouter,
         bindings: tuple[LayerBinding, ...],
         tables: dict[str, Int[Array, "rows columns"]],
-        window: DecodeWindow | ExtendSpan,
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        query_starts: Int[Array, " rows_plus_1"] | None,
+        kv_lens: Int[Array, " rows"],
         implementation: Implementation | None,
     ) -> None:
-        """`window` says which tokens of which rows the step feeds; `tables` are the rows' block tables."""
+        """Describes the step's tokens.
+
+        Args:
+            planes: the arena's planes; replaced layer by layer.
+            tables: block table of each row, per cache group.
+            rows, positions: row and position of each token; row -1 for padding tokens.
+            query_starts: where each row's tokens begin; None when every row has exactly one.
+            kv_lens: tokens of each row after this step; 0 for a padding row.
+            implementation: attention kernels to use; None takes the fastest that serves the call.
+        """
         self.planes = planes
         self._arena = arena
         self._router = router
         self._bindings = bindings
-        self._window = window
+        self._rows = rows
+        self._positions = positions
+        self._query_starts = query_starts
+        self._kv_lens = kv_lens
         self._implementation: Implementation | None = implementation
         self._page_tables = router.expand(tables)
 
@@ -49,17 +63,17 @@ class PagedStep:
     ) -> Float[Array, "tokens heads dim"]:
         """Stores `k` and `v` at their slots and attends `q`; see `models.attention.attend`."""
         binding = self._bindings[layer.layer_id]
-        slots = self._router.write_locations(self._page_tables, binding, self._window)
+        slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
         keys = self._store(binding.k_field, binding, slots, k)
         values = self._store(binding.v_field, binding, slots, v)
         page_table = self._page_tables[binding.group_id]
-        if isinstance(self._window, DecodeWindow):
+        if self._query_starts is None:
             return decode_attention(
                 q,
                 keys,
                 values,
                 page_table,
-                self._window.kv_lens,
+                self._kv_lens,
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
@@ -70,8 +84,8 @@ class PagedStep:
             keys,
             values,
             page_table,
-            self._window.query_starts,
-            self._window.kv_lens,
+            self._query_starts,
+            self._kv_lens,
             scale=layer.scale,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,

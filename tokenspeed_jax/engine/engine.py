@@ -318,5 +318,6 @@ def _spec(sample: SampleState) -> scheduling.RequestSpec:
     spec = scheduling.RequestSpec()
     spec.request_id = sample.scheduler_id
     spec.tokens = sample.request.prompt_token_ids
-    spec.max_new_tokens = sample.request.max_tokens
+    # An undeclared budget reserves nothing ahead: most replies end long before the context does.
+    spec.max_new_tokens = sample.params.max_tokens or 0
     return spec

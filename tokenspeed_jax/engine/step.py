@@ -19,7 +19,7 @@ from tokenspeed_jax.attention.paged import PagedStep
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.cache.write_locations import DecodeWindow, ExtendSpan
+from tokenspeed_jax.cache.write_locations import decode_window, extend_span
 from tokenspeed_jax.engine.batch import FROM_DEVICE, BatchLayout
 from tokenspeed_jax.engine.sampler import SampleResult, sample, sample_greedy
 from tokenspeed_jax.engine.sampling_state import SamplingState, init_sampling_state
@@ -80,14 +80,10 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
     ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"]]:
         batch = layout.unpack(buffer)
         module = nnx.merge(model.graph, weights)
-        window: DecodeWindow | ExtendSpan
         if bucket.mode == "decode":
-            window = DecodeWindow(batch.kv_lens)
-            rows = jnp.arange(bucket.rows, dtype=jnp.int32)
-            positions = jnp.maximum(batch.kv_lens - 1, 0)
+            rows, positions = decode_window(batch.kv_lens)
         else:
-            window = ExtendSpan(batch.query_starts, batch.kv_lens, bucket.tokens)
-            rows, positions = _rows_and_positions(window)
+            rows, positions = extend_span(batch.query_starts, batch.kv_lens, bucket.tokens)
         slots = batch.sampling.slot
         tokens = jnp.where(batch.tokens == FROM_DEVICE, device_state.last_tokens[slots[rows]], batch.tokens)
         attention = PagedStep(
@@ -96,7 +92,10 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
             router=model.router,
             bindings=model.bindings,
             tables=batch.tables,
-            window=window,
+            rows=rows,
+            positions=positions,
+            query_starts=batch.query_starts if bucket.mode == "extend" else None,
+            kv_lens=batch.kv_lens,
             implementation=model.attention_implementation,
         )
         hidden = module(tokens, positions, attention)
@@ -109,15 +108,6 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
         return attention.planes, DeviceState(last_tokens, sampling), _pack_outputs(result)
 
     return step
-
-
-def _rows_and_positions(span: ExtendSpan) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Each token's row and its position in that row's sequence; padding tokens get the last row and position 0."""
-    token = jnp.arange(span.num_tokens, dtype=jnp.int32)
-    rows = jnp.searchsorted(span.query_starts[1:], token, side="right").astype(jnp.int32)
-    rows = jnp.minimum(rows, span.kv_lens.shape[0] - 1)
-    positions = span.kv_lens[rows] + token - span.query_starts[rows + 1]
-    return rows, jnp.where(token < span.query_starts[-1], positions, 0)
 
 
 def _draw(

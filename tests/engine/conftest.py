@@ -1,0 +1,37 @@
+"""Engines over the tiny golden checkpoints; each distinct configuration is built once per test session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tokenspeed_jax import Engine, EngineConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
+
+EngineFactory = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Iterator[EngineFactory]:
+    """`tiny_engine(family, **options)`: a small float32 engine on the CPU, shared by equal configurations."""
+    engines: dict[EngineConfig, Engine] = {}
+
+    def make(family: str, **options: object) -> Engine:
+        settings = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 512,
+            "kv_cache_memory_bytes": 16 << 20,
+            "disable_progress_bars": True,
+        } | options
+        config = EngineConfig(model=str(GOLDEN / "tiny" / family), **settings)  # type: ignore[arg-type]
+        if config not in engines:
+            engines[config] = Engine(config)
+        return engines[config]
+
+    yield make
+    for engine in engines.values():
+        engine.close()

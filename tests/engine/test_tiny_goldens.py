@@ -1,0 +1,96 @@
+"""Every path through the engine gives the tokens and log-probabilities that transformers recorded."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tokenspeed_jax import Engine, RequestOutput, SamplingParams
+
+from .conftest import FAMILIES, GOLDEN, EngineFactory
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
+
+
+def golden_prompts(family: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / "tiny" / f"{family}.json").read_text())["prompts"]
+
+
+def assert_is_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
+    sample = output.samples[0]
+    assert sample.token_ids == golden["output_ids"]
+    assert sample.finish_reason == "length"
+    assert sample.logprobs is not None
+    assert sample.top_logprobs is not None
+    for token, logprob, top, expected in zip(
+        sample.token_ids, sample.logprobs, sample.top_logprobs, golden["output_top5"], strict=True
+    ):
+        want = dict(map(tuple, expected))
+        assert logprob == pytest.approx(want[token], abs=1e-3)
+        assert list(top) == list(want)
+        assert list(top.values()) == pytest.approx(list(want.values()), abs=1e-3)
+
+
+def run_goldens(engine: Engine, family: str, *, together: bool) -> None:
+    prompts = golden_prompts(family)
+    batches = [prompts] if together else [[prompt] for prompt in prompts]
+    for batch in batches:
+        outputs = engine.generate([prompt["prompt_ids"] for prompt in batch], GREEDY)
+        for output, golden in zip(outputs, batch, strict=True):
+            assert_is_golden(output, golden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cold_then_warm_prompts_in_one_chunk_match(tiny_engine: EngineFactory, family: str) -> None:
+    engine = tiny_engine(family)
+    run_goldens(engine, family, together=False)
+    run_goldens(engine, family, together=False)
+    assert engine.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
+    tiny_engine: EngineFactory, family: str
+) -> None:
+    engine = tiny_engine(family, max_num_batched_tokens=64, enable_prefix_caching=False)
+    run_goldens(engine, family, together=False)
+    prompts = golden_prompts(family)
+    batch = [prompts[index % 3] for index in range(16)]
+    for output, golden in zip(engine.generate([p["prompt_ids"] for p in batch], GREEDY), batch, strict=True):
+        assert_is_golden(output, golden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
+    # Undeclared output budgets in a pool that holds about two and a half requests at their full length.
+    engine = tiny_engine(
+        family,
+        prefix_granularity=16,
+        kernel_page_size=16,
+        max_model_len=232,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=cache_bytes(family, parents=40),
+    )
+    params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+    prompts = golden_prompts(family)
+    batch = [prompts[index % 3] for index in range(9)]
+    before = engine.stats().retractions
+    outputs = engine.generate([prompt["prompt_ids"] for prompt in batch], params)
+    for output, golden in zip(outputs, batch, strict=True):
+        sample = output.samples[0]
+        assert sample.token_ids[:24] == golden["output_ids"]
+        assert len(sample.token_ids) == 232 - len(golden["prompt_ids"])
+    same = {}
+    for output in outputs:
+        same.setdefault(tuple(output.prompt_token_ids), set()).add(tuple(output.samples[0].token_ids))
+    assert all(len(variants) == 1 for variants in same.values())
+    assert engine.stats().retractions > before
+
+
+def cache_bytes(family: str, *, parents: int) -> int:
+    """Arena bytes for `parents` usable parents of 16 tokens: keys and values of the deepest cache group, float32."""
+    config = json.loads((GOLDEN / "tiny" / family / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    types = config.get("layer_types") or ["one"] * config["num_hidden_layers"]
+    depth = max(types.count(kind) for kind in set(types))
+    return (parents + 1) * 16 * depth * 2 * config["num_key_value_heads"] * head_dim * 4

@@ -1,0 +1,99 @@
+"""The engine on a GPU: recorded outputs in float32, and steps that update the arena in place."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tokenspeed_jax import Engine, EngineConfig, SamplingParams
+from tokenspeed_jax.models.registry import MODEL_FAMILIES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
+FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_goldens_hold_in_float32(family: str) -> None:
+    prompts = json.loads((GOLDEN / f"{family}.json").read_text())["prompts"]
+    config = EngineConfig(
+        model=str(GOLDEN / family),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=16 << 20,
+        disable_progress_bars=True,
+    )
+    with Engine(config) as engine:
+        for _ in range(2):
+            outputs = engine.generate([prompt["prompt_ids"] for prompt in prompts], GREEDY)
+            for output, golden in zip(outputs, prompts, strict=True):
+                sample = output.samples[0]
+                assert sample.token_ids == golden["output_ids"]
+                for top, expected in zip(sample.top_logprobs or (), golden["output_top5"], strict=True):
+                    assert [top[token] for token, _ in expected] == pytest.approx(
+                        [value for _, value in expected], abs=2e-3
+                    )
+        assert engine.stats().cached_tokens > 0
+        assert engine._assembly.programs.model.arena.null_parent_is_zero()
+
+
+def bf16_engine() -> Engine:
+    """Four layers of a shape that the Mosaic kernels serve, with random weights."""
+    family = MODEL_FAMILIES["Qwen3ForCausalLM"]
+    config = family.config.from_hf(
+        {
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+        }
+    )
+    model = nnx.jit(lambda: family.build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))()
+    options = EngineConfig(
+        model="random",
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=2 << 30,
+        disable_progress_bars=True,
+    )
+    return Engine.from_model(model, options)
+
+
+def test_steps_alias_the_arena_and_copy_no_plane() -> None:
+    with bf16_engine() as engine:
+        programs = engine._assembly.programs
+        arena = programs.model.arena
+        plane_bytes = {plane.nbytes for plane in arena.planes.values()}
+        for bucket, compiled in programs._steps.items():
+            memory = compiled.memory_analysis()
+            assert memory.alias_size_in_bytes >= arena.plan.arena_bytes, bucket
+            assert memory.temp_size_in_bytes < min(plane_bytes), bucket
+            for dtype, shape in re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start)\(", compiled.as_text()):
+                width = {"u8": 1, "bf16": 2}.get(dtype, 4)
+                assert math.prod(map(int, shape.split(","))) * width not in plane_bytes, (bucket, dtype, shape)
+
+
+def test_bfloat16_serving_stays_close_to_plain_scoring() -> None:
+    prompts = [
+        jax.random.randint(jax.random.key(seed), (length,), 0, 32000).tolist()
+        for seed, length in enumerate((3, 64, 65, 700))
+    ]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
+    with bf16_engine() as engine:
+        for output in [*engine.generate(prompts, params), *engine.generate(prompts, params)]:
+            sample = output.samples[0]
+            scores = engine.score([*output.prompt_token_ids, *sample.token_ids])[-24:]
+            differences = sorted(abs(a - b) for a, b in zip(scores, sample.logprobs or (), strict=True))
+            assert differences[12] < 0.1
