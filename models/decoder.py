@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
 from tokenspeed_jax.models.hf_config import REQUIRED, HfConfig, Required, UnsupportedConfig
 from tokenspeed_jax.models.linear import Embedding, Linear, vocabulary_scores

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
 from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, gelu_tanh, soft_cap
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig

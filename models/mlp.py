@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
 from tokenspeed_jax.models.linear import Linear
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
 from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig

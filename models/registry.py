@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig

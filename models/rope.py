@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig, positive_number
 
 

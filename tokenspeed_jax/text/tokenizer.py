@@ -50,7 +50,7 @@ class Tokenizer:
     """Text to token ids and back.
 
     Attributes:
-        vocab_size: number of token ids that have a piece; ids are below it.
+        vocab_size: number of tokens, added ones included; a model's own `vocab_size` may be padded beyond it.
         bos_token_id: begin-of-sequence token, None without one.
         eos_token_ids: tokens that end a reply: those of `generation_config.json`, else of `config.json`, else the
             tokenizer's own; empty when none is named.
@@ -68,18 +68,18 @@ class Tokenizer:
         """Builds the tokenizer; raises `CheckpointError` when a file does not make sense."""
         try:
             self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-            decoder = json.loads(files.tokenizer_json).get("decoder")
         except Exception as error:  # the library raises bare Exception for a file it cannot read
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
         # A file saved by a training run may carry that run's truncation and padding.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._new_stream = stream_factory(decoder)
+        decoder = self._backend.decoder
+        self._new_stream = stream_factory(None if decoder is None else json.loads(decoder.__getstate__()))
 
         special = _special_tokens(files.tokenizer_config)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         sources = ((generation_config or {}), (hf_config or {}))
         bos, eos = self._token_id(special, "bos"), self._token_id(special, "eos")
         self.bos_token_id = next(iter(_configured_ids(sources, "bos_token_id")), bos)
