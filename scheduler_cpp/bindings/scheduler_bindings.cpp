@@ -1,0 +1,145 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "scheduler/scheduler.h"
+
+namespace py = pybind11;
+
+namespace tokenspeed {
+namespace {
+
+// The scheduler behind a guard: planning releases the interpreter lock, and a second call meanwhile must be refused rather
+// than corrupt it.
+class GuardedScheduler {
+ public:
+  explicit GuardedScheduler(SchedulerConfig config) : scheduler_(std::move(config)) {}
+
+  template <typename Call>
+  auto Use(Call&& call) {
+    if (busy_.test_and_set()) throw std::runtime_error("calls on one Scheduler must not overlap");
+    const Release release{busy_};
+    return call(scheduler_);
+  }
+
+ private:
+  struct Release {
+    std::atomic_flag& busy;
+    ~Release() { busy.clear(); }
+  };
+
+  Scheduler scheduler_;
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+};
+
+// Turns a method of Scheduler into one of GuardedScheduler.
+template <typename Result, typename... Args>
+auto Guarded(Result (Scheduler::*method)(Args...)) {
+  return [method](GuardedScheduler& self, Args... args) -> Result {
+    return self.Use([&](Scheduler& scheduler) -> Result { return (scheduler.*method)(std::forward<Args>(args)...); });
+  };
+}
+
+template <typename Result, typename... Args>
+auto Guarded(Result (Scheduler::*method)(Args...) const) {
+  return [method](GuardedScheduler& self, Args... args) -> Result {
+    return self.Use([&](Scheduler& scheduler) -> Result { return (scheduler.*method)(std::forward<Args>(args)...); });
+  };
+}
+
+ExecutionPlan NextPlan(GuardedScheduler& self) {
+  const py::gil_scoped_release release;
+  return self.Use([](Scheduler& scheduler) { return scheduler.NextExecutionPlan(); });
+}
+
+std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens) {
+  return self.Use([&](Scheduler& scheduler) { return scheduler.PrefixHashesForTokens(tokens); });
+}
+
+std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int32_t>> ExpandKeys(
+    GuardedScheduler& self, const std::vector<std::string>& content_hashes) {
+  auto keys = self.Use([&](Scheduler& scheduler) { return scheduler.ExpandPrefixKeys(content_hashes); });
+  return {std::move(keys.group_ids), std::move(keys.content_hashes), std::move(keys.page_offsets)};
+}
+
+// Without an external store there is no key set to change; a malformed call is refused all the same.
+void CheckStorageKeys(GuardedScheduler&, const std::vector<std::string>& group_ids,
+                      const std::vector<std::string>& content_hashes, const std::vector<int32_t>& page_offsets) {
+  if (group_ids.size() != content_hashes.size() || group_ids.size() != page_offsets.size()) {
+    throw std::invalid_argument("group_ids, content_hashes and page_offsets must have the same length, got " +
+                                std::to_string(group_ids.size()) + ", " + std::to_string(content_hashes.size()) +
+                                " and " + std::to_string(page_offsets.size()));
+  }
+}
+
+using SchedulerClass = py::class_<GuardedScheduler>;
+
+void BindSteps(SchedulerClass& scheduler) {
+  scheduler.def(py::init<SchedulerConfig>(), py::arg("config"))
+      .def("submit_requests", Guarded(&Scheduler::SubmitRequests), py::arg("request_specs"))
+      .def("next_execution_plan", &NextPlan)
+      .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
+      .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
+}
+
+void BindGauges(SchedulerClass& scheduler) {
+  scheduler.def("waiting_size", Guarded(&Scheduler::WaitingSize))
+      .def("prefilling_size", Guarded(&Scheduler::PrefillingSize))
+      .def("decoding_size", Guarded(&Scheduler::DecodingSize))
+      .def("num_retractions", Guarded(&Scheduler::NumRetractions))
+      .def("empty_lcm_blocks", Guarded(&Scheduler::EmptyLcmBlocks))
+      .def("active_lcm_blocks", Guarded(&Scheduler::ActiveLcmBlocks))
+      .def("available_lcm_blocks", Guarded(&Scheduler::AvailableLcmBlocks))
+      .def("request_token_size", Guarded(&Scheduler::RequestTokenSize), py::arg("request_id"))
+      .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
+      .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
+      .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"));
+}
+
+void BindCacheControl(SchedulerClass& scheduler) {
+  scheduler
+      // With one tier, clearing the device cache and clearing the cache are the same.
+      .def("clear_l1_cache", Guarded(&Scheduler::ClearCache))
+      .def("clear_cache", Guarded(&Scheduler::ClearCache))
+      .def("can_clear_cache", Guarded(&Scheduler::CanClearCache))
+      .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"))
+      .def("expand_prefix_keys", &ExpandKeys, py::arg("content_hashes"))
+      .def("register_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
+           py::arg("page_offsets"))
+      .def("unregister_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
+           py::arg("page_offsets"))
+      .def("waiting_prefix_hashes", [](GuardedScheduler&) { return std::vector<std::string>{}; });
+}
+
+// Role Fused has no peer: nothing bootstraps, and nothing is pinned by a transfer.
+void BindPeerGauges(SchedulerClass& scheduler) {
+  scheduler.def("bootstrapping_size", [](GuardedScheduler&) { return 0; })
+      .def("remote_prefilling_size", [](GuardedScheduler&) { return 0; })
+      .def("pd_transfer_size", [](GuardedScheduler&) { return 0; })
+      .def(
+          "pd_transfer_pinned", [](GuardedScheduler&, const std::string&) { return false; }, py::arg("request_id"));
+}
+
+}  // namespace
+
+void BindScheduler(py::module_& module) {
+  py::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
+      .def(py::init<>())
+      .def_readwrite("request_id", &RequestSpec::request_id)
+      .def_readwrite("tokens", &RequestSpec::tokens)
+      .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens);
+  SchedulerClass scheduler(module, "Scheduler", "Decides, round by round, which requests run and where they are cached.");
+  BindSteps(scheduler);
+  BindGauges(scheduler);
+  BindCacheControl(scheduler);
+  BindPeerGauges(scheduler);
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,147 @@
+#include "scheduler/event_rules.h"
+
+#include <string>
+#include <type_traits>
+#include <variant>
+
+namespace tokenspeed {
+namespace {
+
+// Callers compare these texts, so they are spelt out rather than derived from the types.
+const char* StateName(RequestState state) {
+  switch (state) {
+    case RequestState::kSubmitted:
+      return "tokenspeed::fsm::Submitted";
+    case RequestState::kPrefilling:
+      return "tokenspeed::fsm::Prefilling";
+    case RequestState::kPrefillDone:
+      return "tokenspeed::fsm::PrefillDone";
+    case RequestState::kDecoding:
+      return "tokenspeed::fsm::Decoding";
+    case RequestState::kRetracted:
+      return "tokenspeed::fsm::Retracted";
+    case RequestState::kFinished:
+      return "tokenspeed::fsm::Finished";
+  }
+  return "unknown";
+}
+
+bool IsResident(RequestState state) {
+  return state == RequestState::kPrefilling || state == RequestState::kPrefillDone || state == RequestState::kDecoding;
+}
+
+bool HasCompletePrefill(RequestState state) {
+  return state == RequestState::kPrefillDone || state == RequestState::kDecoding;
+}
+
+}  // namespace
+
+InvalidTransition::InvalidTransition(const char* event, RequestState state)
+    : std::runtime_error(std::string("FSM transition invalid: event=tokenspeed::fsm::") + event +
+                         "; state=" + StateName(state)) {}
+
+EventRules::Shadow* EventRules::ShadowOf(const std::string& id) {
+  Request* request = book_.Find(id);
+  if (request == nullptr) return nullptr;
+  const auto [entry, fresh] = shadows_.try_emplace(request);
+  Shadow& shadow = entry->second;
+  if (fresh) {
+    shadow = Shadow{.request = request, .state = request->state(), .token_size = request->TokenSize()};
+    if (request->IsResident()) {
+      shadow.results_in_flight = request->resources().results_in_flight;
+      shadow.covered_tokens = request->resources().covered_tokens;
+    }
+  }
+  return &shadow;
+}
+
+Request* EventRules::Judge(const SchedulerEvent& event) {
+  return std::visit(
+      [this](const auto& typed) -> Request* {
+        using Event = std::decay_t<decltype(typed)>;
+        if constexpr (std::is_same_v<Event, WriteBackDoneEvent> || std::is_same_v<Event, LoadBackDoneEvent>) {
+          return nullptr;  // no transfer is ever out, so every op id is an unknown one
+        } else {
+          Shadow* shadow = ShadowOf(typed.request_id);
+          return shadow != nullptr && Allows(typed, *shadow) ? shadow->request : nullptr;
+        }
+      },
+      event);
+}
+
+bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished) return false;
+  if (!IsResident(shadow.state)) throw InvalidTransition("ExtendResultEvent", shadow.state);
+  if (shadow.results_in_flight == 0) {
+    throw std::runtime_error("ExtendResult for request '" + event.request_id + "', which has no forward in flight");
+  }
+  if (shadow.state == RequestState::kPrefilling && !event.tokens.empty()) {
+    throw InvalidTransition("ExtendResultEvent", shadow.state);
+  }
+  if (!event.spec_candidate_ids.empty()) {
+    throw std::invalid_argument("spec_candidate_ids belong to role P; request '" + event.request_id + "' has some");
+  }
+  const int64_t after = shadow.token_size + static_cast<int64_t>(event.tokens.size());
+  if (!event.tokens.empty() && after - 1 > shadow.covered_tokens) {
+    throw std::invalid_argument("ExtendResult for request '" + event.request_id + "': " +
+                                std::to_string(event.tokens.size()) +
+                                " tokens are more than its scheduled forwards can have produced");
+  }
+  shadow.token_size = after;
+  --shadow.results_in_flight;
+  return true;
+}
+
+bool EventRules::Allows(const FinishEvent&, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished) return false;
+  if (!HasCompletePrefill(shadow.state) && shadow.state != RequestState::kRetracted) {
+    throw InvalidTransition("FinishEvent", shadow.state);
+  }
+  shadow.state = RequestState::kFinished;
+  return true;
+}
+
+bool EventRules::Allows(const AbortEvent&, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished) return false;
+  shadow.state = RequestState::kFinished;
+  return true;
+}
+
+bool EventRules::Allows(const RetractEvent&, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished || shadow.state == RequestState::kRetracted) return false;
+  if (!IsResident(shadow.state)) throw InvalidTransition("RetractEvent", shadow.state);
+  shadow.state = RequestState::kRetracted;
+  return true;
+}
+
+bool EventRules::Allows(const UpdateReserveNumTokensEvent& event, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished) return false;
+  if (shadow.state != RequestState::kDecoding) throw InvalidTransition("UpdateReserveNumTokensEvent", shadow.state);
+  const int32_t tokens = event.reserve_num_tokens_in_next_schedule_event;
+  if (tokens < 0 || tokens > max_reserve_tokens_) {
+    throw std::invalid_argument("reserve_num_tokens_in_next_schedule_event of request '" + event.request_id +
+                                "' must be in [0, " + std::to_string(max_reserve_tokens_) + "], got " +
+                                std::to_string(tokens));
+  }
+  return true;
+}
+
+bool EventRules::Allows(const BootstrappedEvent&, Shadow&) const {
+  return false;  // no request of this role waits for a handshake
+}
+
+bool EventRules::Allows(const FailedEvent&, Shadow& shadow) const { return Allows(AbortEvent{}, shadow); }
+
+bool EventRules::Allows(const SucceededEvent&, Shadow& shadow) const {
+  if (shadow.state == RequestState::kFinished) return false;
+  if (!HasCompletePrefill(shadow.state)) throw InvalidTransition("SucceededEvent", shadow.state);
+  shadow.state = RequestState::kFinished;
+  return true;
+}
+
+bool EventRules::Allows(const RemotePrefillDoneEvent&, Shadow& shadow) const {
+  if (HasCompletePrefill(shadow.state) || shadow.state == RequestState::kFinished) return false;
+  throw InvalidTransition("RemotePrefillDoneEvent", shadow.state);
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,73 @@
+// RequestAdmission: takes one request one step further, if the cache can hold what that needs. It decides how much is
+// computed and how much is reserved; the coordinator decides where it is stored.
+//
+// Invariants:
+// - An outcome other than kScheduled leaves the request, the book and the cache as they were.
+// - Nothing is published that the request has not computed, or will not have computed before any later reader runs.
+//
+// Ownership: borrows everything. Thread safety: none.
+// Costs: a decode step within its tail O(groups), without allocation or hashing.
+
+#ifndef TOKENSPEED_SCHEDULER_REQUEST_ADMISSION_H_
+#define TOKENSPEED_SCHEDULER_REQUEST_ADMISSION_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "coordinator/cache_coordinator.h"
+#include "scheduler/prefill_chunk.h"
+#include "scheduler/request_book.h"
+#include "scheduler/request_slot_pool.h"
+#include "scheduler/residency_ledger.h"
+#include "scheduler/scheduler_config.h"
+
+namespace tokenspeed {
+
+enum class AdmissionOutcome : uint8_t {
+  kScheduled,
+  kNoCapacity,  // the cache cannot hold it now
+  kNotNow,      // no token fits the budget, or there is no request slot
+};
+
+class RequestAdmission {
+ public:
+  // Ids of freshly acquired blocks, one list per group.
+  using FreshBlocks = std::vector<std::vector<int32_t>>;
+
+  // `ledger` is null when residency events are off.
+  RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, RequestSlotPool& slots,
+                   RequestBook& book, ResidencyLedger* ledger);
+
+  bool HasFreeSlot() const { return slots_.HasFree(); }
+  // Budget a prefill needs to be sure to move.
+  int64_t MinPrefillTokens() const { return chunk_rules_.MinChunkTokens(); }
+
+  // The first chunk of a waiting request, or the next one of a prefilling request.
+  AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
+  // Publishes the pages that a request which ends normally has completed since its last admission.
+  void PublishAtFinish(Request& request);
+
+ private:
+  AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
+  PrefixProbe ProbeFor(Request& request);
+  std::vector<TokenDemand> Demands(int64_t num_tokens, const PrefillReserve& reserve) const;
+  PrefillReserve FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const;
+  std::vector<TokenDemand> DecodeDemands(int32_t num_tokens) const;
+  // Moves `progress` on to `frontier` and says which pages that completes.
+  std::optional<CompletedPages> CompletePages(Request& request, int32_t frontier, CacheProgress& progress);
+  void DescribePages(Request& request, int32_t first_page, int32_t num_pages);
+
+  const SchedulerConfig& config_;
+  PrefillChunkRules chunk_rules_;
+  CacheCoordinator& coordinator_;
+  RequestSlotPool& slots_;
+  RequestBook& book_;
+  ResidencyLedger* ledger_;
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_REQUEST_ADMISSION_H_

@@ -1,0 +1,59 @@
+#include "scheduler/request_book.h"
+
+#include <utility>
+
+namespace tokenspeed {
+
+void RequestBook::Insert(RequestSpec spec) {
+  auto request = std::make_unique<Request>(std::move(spec), next_sequence_);
+  const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
+  Request* added = entry->second.get();
+  waiting_.emplace(next_sequence_, added);
+  ++counts_[static_cast<std::size_t>(added->state())];
+  ++next_sequence_;
+}
+
+Request* RequestBook::Find(const std::string& id) const {
+  const auto entry = by_id_.find(id);
+  return entry == by_id_.end() ? nullptr : entry->second.get();
+}
+
+RequestBook::Order* RequestBook::OrderOf(RequestState state) {
+  switch (state) {
+    case RequestState::kSubmitted:
+    case RequestState::kRetracted:
+      return &waiting_;
+    case RequestState::kPrefilling:
+    case RequestState::kPrefillDone:
+    case RequestState::kDecoding:
+      return &resident_;
+    case RequestState::kFinished:
+      break;
+  }
+  return nullptr;
+}
+
+void RequestBook::Reorder(Request& request, RequestState before) {
+  const RequestState after = request.state();
+  if (before == after) return;
+  --counts_[static_cast<std::size_t>(before)];
+  ++counts_[static_cast<std::size_t>(after)];
+  Order* from = OrderOf(before);
+  Order* to = OrderOf(after);
+  if (from != to) {
+    if (to != nullptr) {
+      to->insert(from->extract(request.sequence()));
+    } else {
+      from->erase(request.sequence());
+      finished_.push_back(&request);
+    }
+  }
+}
+
+void RequestBook::Reap() {
+  for (const Request* request : finished_) by_id_.erase(by_id_.find(request->id()));
+  counts_[static_cast<std::size_t>(RequestState::kFinished)] = 0;
+  finished_.clear();
+}
+
+}  // namespace tokenspeed

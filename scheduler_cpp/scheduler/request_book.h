@@ -1,0 +1,65 @@
+// RequestBook: all live requests, by id and in submission order.
+//
+// Invariants: an id names at most one request; every change of a request's state goes through the book, so that its
+// orders and counts are always current; orders follow submission, whatever a request has been through.
+//
+// Ownership: owns the requests. Thread safety: none. Costs: by id O(1); a move between the orders O(log requests).
+
+#ifndef TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
+#define TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "scheduler/request.h"
+
+namespace tokenspeed {
+
+class RequestBook {
+ public:
+  // Requests by submission number.
+  using Order = std::map<int64_t, Request*>;
+
+  // The id must be new.
+  void Insert(RequestSpec spec);
+  // Null when the id is unknown.
+  Request* Find(const std::string& id) const;
+  bool Contains(const std::string& id) const { return Find(id) != nullptr; }
+
+  // Submitted and Retracted.
+  const Order& waiting() const { return waiting_; }
+  // Prefilling, PrefillDone and Decoding.
+  const Order& resident() const { return resident_; }
+  int32_t Count(RequestState state) const { return counts_[static_cast<std::size_t>(state)]; }
+
+  // Runs a transition of the request and moves it to where its new state belongs.
+  template <typename Transition>
+  void Move(Request& request, Transition&& transition) {
+    const RequestState before = request.state();
+    transition(request);
+    Reorder(request, before);
+  }
+
+  // Forgets the finished requests.
+  void Reap();
+
+ private:
+  void Reorder(Request& request, RequestState before);
+  Order* OrderOf(RequestState state);
+
+  std::unordered_map<std::string, std::unique_ptr<Request>> by_id_;
+  Order waiting_;
+  Order resident_;
+  std::vector<Request*> finished_;
+  std::array<int32_t, kNumRequestStates> counts_ = {};
+  int64_t next_sequence_ = 0;
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_

@@ -1,0 +1,20 @@
+// What a caller submits.
+
+#ifndef TOKENSPEED_SCHEDULER_REQUEST_SPEC_H_
+#define TOKENSPEED_SCHEDULER_REQUEST_SPEC_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tokenspeed {
+
+struct RequestSpec {
+  std::string request_id;
+  std::vector<int32_t> tokens;  // the prompt
+  int32_t max_new_tokens = 0;   // 0 = undeclared
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_REQUEST_SPEC_H_

@@ -1,0 +1,73 @@
+// ResidencyLedger: tells an outside router which prefixes are wholly in the device cache. One event describes one prefix
+// boundary, whatever the number of groups and blocks behind it.
+//
+// Invariants:
+// - After a drain the published boundaries are exactly the completely resident ones.
+// - A content hash has one description for as long as any of it is resident.
+// - Events are the net change since the previous drain, in an order that depends on the calls alone.
+//
+// Thread safety: none.
+
+#ifndef TOKENSPEED_SCHEDULER_RESIDENCY_LEDGER_H_
+#define TOKENSPEED_SCHEDULER_RESIDENCY_LEDGER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "coordinator/cache_coordinator.h"
+
+namespace tokenspeed {
+
+struct BlockStoredEvent {
+  std::vector<uint64_t> block_hashes;
+  std::optional<uint64_t> parent_block_hash;
+  std::vector<int32_t> token_ids;
+  int32_t block_size = 0;  // tokens
+};
+
+struct BlockRemovedEvent {
+  std::vector<uint64_t> block_hashes;
+};
+
+using ResidencyEvent = std::variant<BlockStoredEvent, BlockRemovedEvent>;
+
+// FNV-1a over: a byte telling whether there is a parent, the parent, the token count, the tokens; little endian.
+uint64_t HashResidencyPage(std::span<const int32_t> tokens, std::optional<uint64_t> parent);
+
+class ResidencyLedger {
+ public:
+  // Describes prefix page number `page` of a prompt. `event_hashes` covers the pages up to and including it. To be called
+  // before the page can be published; repeating it changes nothing.
+  void Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes, std::size_t page,
+                std::span<const int32_t> page_tokens);
+
+  // Something about the boundary changed in the device cache.
+  void Mark(const PrefixHash& content_hash);
+
+  std::vector<ResidencyEvent> Drain(const CacheCoordinator& coordinator);
+
+ private:
+  struct Boundary {
+    std::vector<int32_t> tokens;
+    uint64_t event_hash = 0;
+    std::optional<uint64_t> parent_hash;
+    std::size_t depth = 0;
+    bool published = false;
+    bool marked = false;
+  };
+  struct ContentHasher {
+    std::size_t operator()(const PrefixHash& hash) const noexcept;
+  };
+
+  std::unordered_map<PrefixHash, Boundary, ContentHasher> boundaries_;
+  std::vector<PrefixHash> marked_;  // in the order of marking; gives the events their order
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_RESIDENCY_LEDGER_H_

@@ -1,0 +1,183 @@
+#include "scheduler/scheduler.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <variant>
+
+#include "scheduler/event_rules.h"
+
+namespace tokenspeed {
+namespace {
+
+SchedulerConfig Checked(SchedulerConfig config) {
+  config.Validate();
+  config.RefuseUnsupported();
+  return config;
+}
+
+std::vector<std::string> GroupIds(const SchedulerConfig& config) {
+  std::vector<std::string> ids;
+  for (const CacheGroupConfig& group : config.cache_groups) ids.push_back(group.group_id);
+  return ids;
+}
+
+std::vector<CacheGroupSpec> GroupSpecs(const SchedulerConfig& config) {
+  std::vector<CacheGroupSpec> specs;
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    specs.push_back(CacheGroupSpec{
+        .kind = group.IsSliding() ? CacheGroupKind::kSlidingWindow : CacheGroupKind::kFullAttention,
+        .block_granularity = group.block_granularity,
+        .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
+        .shard_count = group.shard_count,
+        .sliding_window_tokens = group.IsSliding() ? *group.sliding_window_tokens : 0});
+  }
+  return specs;
+}
+
+DeviceMutationSink SinkFor(std::optional<ResidencyLedger>& ledger) {
+  if (!ledger.has_value()) return nullptr;
+  return [&ledger](const CacheKey& key, DeviceMutation) { ledger->Mark(key.content_hash); };
+}
+
+}  // namespace
+
+Scheduler::Scheduler(SchedulerConfig config)
+    : config_(Checked(std::move(config))),
+      group_ids_(GroupIds(config_)),
+      max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
+      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>() : std::nullopt),
+      coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
+      slots_(config_.max_batch_size),
+      admission_(config_, coordinator_, slots_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
+
+void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
+  std::unordered_set<std::string_view> ids;
+  for (const RequestSpec& spec : specs) {
+    const std::string who = "request '" + spec.request_id + "': ";
+    if (spec.tokens.empty()) throw std::invalid_argument(who + "tokens must not be empty");
+    if (book_.Contains(spec.request_id)) throw std::invalid_argument(who + "request_id is already in use");
+    if (!ids.insert(spec.request_id).second) throw std::invalid_argument(who + "request_id occurs twice");
+    if (spec.max_new_tokens < 0) {
+      throw std::invalid_argument(who + "max_new_tokens must be >= 0, got " + std::to_string(spec.max_new_tokens));
+    }
+    const auto prompt = static_cast<int64_t>(spec.tokens.size());
+    const int64_t limit = prompt + std::max(spec.max_new_tokens, config_.decode_input_tokens);
+    if (limit > max_single_request_tokens_) {
+      throw std::invalid_argument(who + "tokens (" + std::to_string(prompt) + ") and max_new_tokens (" +
+                                  std::to_string(spec.max_new_tokens) + ") need room for " + std::to_string(limit) +
+                                  " tokens; the device cache holds at most " +
+                                  std::to_string(max_single_request_tokens_) + " of one request");
+    }
+  }
+}
+
+void Scheduler::SubmitRequests(std::vector<RequestSpec> specs) {
+  ValidateSpecs(specs);
+  for (RequestSpec& spec : specs) book_.Insert(std::move(spec));
+}
+
+void Scheduler::Advance(const ExecutionEvent& event) {
+  EventRules rules(book_, max_single_request_tokens_);
+  std::vector<Request*> targets;
+  targets.reserve(event.events.size());
+  for (const SchedulerEvent& one : event.events) targets.push_back(rules.Judge(one));
+  for (std::size_t index = 0; index < targets.size(); ++index) {
+    if (targets[index] != nullptr) Apply(*targets[index], event.events[index]);
+  }
+}
+
+void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
+  std::visit(
+      [&](const auto& typed) {
+        using Event = std::decay_t<decltype(typed)>;
+        if constexpr (std::is_same_v<Event, ExtendResultEvent>) {
+          request.Land(typed.tokens);
+        } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
+          request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
+        } else if constexpr (std::is_same_v<Event, RetractEvent>) {
+          Retract(request, /*raises_headroom=*/false);
+        } else {
+          // Finish, Abort, PD failure and PD success; the rules let nothing else through.
+          if (std::is_same_v<Event, FinishEvent> && request.IsResident()) admission_.PublishAtFinish(request);
+          book_.Move(request, [](Request& moved) { moved.Finish(); });
+        }
+      },
+      event);
+}
+
+std::vector<ResidencyEvent> Scheduler::DrainResidencyEvents() {
+  return ledger_.has_value() ? ledger_->Drain(coordinator_) : std::vector<ResidencyEvent>{};
+}
+
+int32_t Scheduler::WaitingSize() const {
+  return book_.Count(RequestState::kSubmitted) + book_.Count(RequestState::kRetracted);
+}
+
+int32_t Scheduler::PrefillingSize() const {
+  return book_.Count(RequestState::kPrefilling) + book_.Count(RequestState::kPrefillDone);
+}
+
+int32_t Scheduler::DecodingSize() const { return book_.Count(RequestState::kDecoding); }
+
+int32_t Scheduler::ActiveLcmBlocks() const {
+  std::vector<std::span<const BlockTable>> tables;
+  tables.reserve(book_.resident().size());
+  for (const auto& [sequence, request] : book_.resident()) {
+    tables.push_back(std::as_const(*request).resources().tables());
+  }
+  return coordinator_.NumActiveLcmBlocks(tables);
+}
+
+int32_t Scheduler::RequestTokenSize(const std::string& request_id) const {
+  const Request* request = book_.Find(request_id);
+  return request == nullptr ? -1 : request->TokenSize();
+}
+
+std::size_t Scheduler::GroupIndex(const std::string& group_id) const {
+  const auto found = std::find(group_ids_.begin(), group_ids_.end(), group_id);
+  if (found == group_ids_.end()) throw std::out_of_range("unknown cache group '" + group_id + "'");
+  return static_cast<std::size_t>(found - group_ids_.begin());
+}
+
+int32_t Scheduler::GroupTotalPages(const std::string& group_id) const {
+  return config_.cache_groups[GroupIndex(group_id)].total_pages;
+}
+
+int64_t Scheduler::GroupAvailablePages(const std::string& group_id) const {
+  return coordinator_.NumAvailableBlocks(static_cast<int32_t>(GroupIndex(group_id)));
+}
+
+std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_t> tokens) const {
+  if (tokens.size() > static_cast<std::size_t>(std::numeric_limits<int32_t>::max())) {
+    throw std::invalid_argument("tokens: at most " + std::to_string(std::numeric_limits<int32_t>::max()) +
+                                " can be hashed, got " + std::to_string(tokens.size()));
+  }
+  const auto count = static_cast<int32_t>(tokens.size());
+  std::vector<PrefixHash> hashes;
+  ExtendPrefixHashes(tokens, config_.prefix_granularity, std::max(count - 1, 0) / config_.prefix_granularity, hashes);
+  std::vector<std::string> texts;
+  texts.reserve(hashes.size());
+  for (const PrefixHash& hash : hashes) texts.push_back(hash.ToHex());
+  return texts;
+}
+
+Scheduler::PrefixKeys Scheduler::ExpandPrefixKeys(std::span<const std::string> content_hashes) const {
+  PrefixKeys keys;
+  for (const CacheGroupConfig& group : config_.cache_groups) {
+    const int32_t blocks_per_page = config_.prefix_granularity / group.block_granularity;
+    for (const std::string& hash : content_hashes) {
+      for (int32_t offset = 0; offset < blocks_per_page; ++offset) {
+        keys.group_ids.push_back(group.group_id);
+        keys.content_hashes.push_back(hash);
+        keys.page_offsets.push_back(offset);
+      }
+    }
+  }
+  return keys;
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,129 @@
+// Scheduler: decides, round by round, which requests run and where their cache lives.
+//
+// Invariants:
+// - Deterministic: the same configuration and calls give the same plans. No clock, no randomness, and no iteration over a
+//   hash container decides anything.
+// - A refused call leaves everything as it was.
+// - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
+//
+// Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at construction.
+//
+// Thread safety: none; calls on one instance must not overlap.
+// Costs: a round of n decodes that stay within their tails O(n * groups), plus the export of the block tables.
+
+#ifndef TOKENSPEED_SCHEDULER_SCHEDULER_H_
+#define TOKENSPEED_SCHEDULER_SCHEDULER_H_
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "coordinator/cache_coordinator.h"
+#include "scheduler/capacity_model.h"
+#include "scheduler/execution_event.h"
+#include "scheduler/execution_plan.h"
+#include "scheduler/request_admission.h"
+#include "scheduler/request_book.h"
+#include "scheduler/request_slot_pool.h"
+#include "scheduler/request_spec.h"
+#include "scheduler/residency_ledger.h"
+#include "scheduler/round.h"
+#include "scheduler/scheduler_config.h"
+#include "scheduler/stall_watch.h"
+
+namespace tokenspeed {
+
+class Scheduler {
+ public:
+  // Throws std::invalid_argument for a configuration that is wrong or not supported.
+  explicit Scheduler(SchedulerConfig config);
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // All or nothing. Throws std::invalid_argument.
+  void SubmitRequests(std::vector<RequestSpec> specs);
+  ExecutionPlan NextExecutionPlan();
+  // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
+  void Advance(const ExecutionEvent& event);
+  std::vector<ResidencyEvent> DrainResidencyEvents();
+
+  int32_t WaitingSize() const;
+  int32_t PrefillingSize() const;
+  int32_t DecodingSize() const;
+  // Times that a running request had to give up its cache, since the start.
+  int64_t NumRetractions() const { return num_retractions_; }
+
+  int32_t EmptyLcmBlocks() const { return coordinator_.NumEmptyLcmBlocks(); }
+  int32_t ActiveLcmBlocks() const;
+  int32_t AvailableLcmBlocks() const { return coordinator_.NumAvailableLcmBlocks(); }
+  // Prompt and landed output; -1 for an unknown id.
+  int32_t RequestTokenSize(const std::string& request_id) const;
+  int32_t MaxSingleRequestTokens() const { return max_single_request_tokens_; }
+  // Throw std::out_of_range for an unknown group.
+  int32_t GroupTotalPages(const std::string& group_id) const;
+  int64_t GroupAvailablePages(const std::string& group_id) const;
+
+  // Drops every cached prefix; false, and no change, while a request holds one.
+  bool ClearCache() { return coordinator_.ClearDeviceCache(); }
+  bool CanClearCache() const { return coordinator_.CacheIsClearable(); }
+
+  std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens) const;
+
+  struct PrefixKeys {
+    std::vector<std::string> group_ids;
+    std::vector<std::string> content_hashes;
+    std::vector<int32_t> page_offsets;
+  };
+  // All block keys of these prefix pages, group by group.
+  PrefixKeys ExpandPrefixKeys(std::span<const std::string> content_hashes) const;
+
+ private:
+  void ValidateSpecs(std::span<const RequestSpec> specs) const;
+  std::size_t GroupIndex(const std::string& group_id) const;
+
+  // Rounds (scheduler_rounds.cpp).
+  bool HasPrefillWork() const;
+  void SchedulePrefills(Round& round);
+  // False when no further prefill work may follow in this round.
+  bool ScheduleResidentPrefills(Round& round);
+  void ScheduleWaiting(Round& round);
+  void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
+  AdmissionOutcome TryPrefill(Round& round, Request& request);
+  AdmissionOutcome TryDecode(Round& round, Request& request);
+  bool AnyResultOut() const;
+
+  // Retraction (scheduler_retraction.cpp).
+  struct Victim {
+    Request* request = nullptr;
+    bool last_resort = false;
+  };
+  void MakeRoom(Round& round);
+  Victim ChooseVictim(const Round& round) const;
+  Request* ChooseAmongPrefilling(bool spare_covered) const;
+  Request* ChooseAmongDecoding(bool spare_covered, bool& any) const;
+  Request* FirstWaitingExcept(const Request& excluded) const;
+  // Serves the grantee with what a retraction freed; true when the round should look for no further victim.
+  bool Grant(Round& round, Request& grantee);
+  void Retract(Request& request, bool raises_headroom);
+
+  void Apply(Request& request, const SchedulerEvent& event);
+
+  SchedulerConfig config_;
+  std::vector<std::string> group_ids_;
+  int32_t max_single_request_tokens_;
+  std::optional<ResidencyLedger> ledger_;
+  CacheCoordinator coordinator_;  // before the book: requests hold blocks
+  RequestSlotPool slots_;
+  RequestBook book_;
+  RequestAdmission admission_;
+  StallWatch stall_watch_;
+  uint64_t round_number_ = 0;
+  int64_t num_retractions_ = 0;
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_SCHEDULER_H_

@@ -1,0 +1,49 @@
+// The complete configuration of one scheduler, and the two levels at which it is checked.
+
+#ifndef TOKENSPEED_SCHEDULER_SCHEDULER_CONFIG_H_
+#define TOKENSPEED_SCHEDULER_SCHEDULER_CONFIG_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "scheduler/cache_group_config.h"
+
+namespace tokenspeed {
+
+struct SchedulerConfig {
+  enum class Role { kPrefill, kDecode, kFused };
+
+  int32_t prefix_granularity = 0;    // tokens
+  int32_t max_scheduled_tokens = 0;  // token budget of a round, also the longest chunk
+  int32_t max_batch_size = 0;        // rows of a batch, and request-pool slots
+  int32_t decode_input_tokens = 1;   // tokens one decode step feeds per request
+  int32_t overlap_schedule_depth = 0;
+  Role role = Role::kFused;
+  int32_t num_device_pages = 0;  // parents, the reserved id 0 included
+  int32_t num_host_pages = 0;    // parents, the reserved id 0 included
+  std::vector<CacheGroupConfig> cache_groups;
+  bool disable_l2_cache = false;
+  bool enable_l3_storage = false;
+  bool enable_kv_cache_events = false;
+  bool enable_mixed_prefill_decode = false;
+  bool disable_prefix_cache = false;
+  int32_t prefix_replay_tokens = 0;
+
+  [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }
+  [[nodiscard]] bool HasStateGroup() const;
+  // Largest window over the replayable groups, tokens; 0 without one.
+  [[nodiscard]] int64_t ReplayWindow() const;
+  // Tokens a running request may still take for a step that is planned ahead of its landing.
+  [[nodiscard]] int64_t OverlapProtectedTokens() const;
+
+  // What sizing a pool depends on; looks at no page count. Throws std::invalid_argument.
+  void ValidateCapacityInputs() const;
+  // Everything a scheduler needs, capacity inputs included. Throws std::invalid_argument.
+  void Validate() const;
+  // Refuses what is described by the configuration language but not built. Throws std::invalid_argument.
+  void RefuseUnsupported() const;
+};
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_SCHEDULER_CONFIG_H_

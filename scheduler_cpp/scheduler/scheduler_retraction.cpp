@@ -1,0 +1,106 @@
+// Retraction: when nobody's prompt moves and somebody is blocked for want of storage, a resident request gives up its
+// cache and comes back later with its output as part of its prompt.
+
+#include <tuple>
+#include <utility>
+
+#include "scheduler/scheduler.h"
+
+namespace tokenspeed {
+namespace {
+
+bool IsSpared(const Request& request, bool spare_covered) {
+  return spare_covered && request.Budget().ReserveCoversGeneration();
+}
+
+bool IsQuiescent(const Request& request) { return request.resources().results_in_flight == 0; }
+
+}  // namespace
+
+Request* Scheduler::ChooseAmongPrefilling(bool spare_covered) const {
+  Request* chosen = nullptr;
+  for (const auto& [sequence, request] : book_.resident()) {
+    if (request->state() != RequestState::kPrefilling || IsSpared(*request, spare_covered)) continue;
+    if (chosen == nullptr || request->TokenSize() > chosen->TokenSize()) chosen = request;
+  }
+  return chosen;
+}
+
+Request* Scheduler::ChooseAmongDecoding(bool spare_covered, bool& any) const {
+  std::vector<Request*> candidates;
+  bool any_quiescent = false;
+  for (const auto& [sequence, request] : book_.resident()) {
+    if (request->state() == RequestState::kPrefilling || IsSpared(*request, spare_covered)) continue;
+    candidates.push_back(request);
+    any_quiescent = any_quiescent || IsQuiescent(*request);
+  }
+  any = !candidates.empty();
+  // Whoever would be chosen has a result out, so the choice, which scans whole tables, is not worth making.
+  if (!any_quiescent) return nullptr;
+  Request* chosen = nullptr;
+  int32_t chosen_releasable = 0;
+  for (Request* request : candidates) {
+    const int32_t releasable =
+        coordinator_.NumNewlyReleasableLcmBlocks(std::as_const(*request).resources().tables());
+    if (chosen == nullptr || std::tuple(-releasable, request->TokenSize(), std::string_view(request->id())) <
+                                 std::tuple(-chosen_releasable, chosen->TokenSize(), std::string_view(chosen->id()))) {
+      chosen = request;
+      chosen_releasable = releasable;
+    }
+  }
+  return chosen;
+}
+
+Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
+  for (const bool last_resort : {false, true}) {
+    if (last_resort && round.NumRows() > 0) break;
+    Request* chosen = ChooseAmongPrefilling(/*spare_covered=*/!last_resort);
+    if (chosen == nullptr) {
+      bool any = false;
+      chosen = ChooseAmongDecoding(/*spare_covered=*/!last_resort, any);
+      if (!any) continue;
+    }
+    // A worse victim in place of one whose result is still out would only postpone the same loss.
+    if (chosen == nullptr || !IsQuiescent(*chosen)) break;
+    return Victim{.request = chosen, .last_resort = last_resort};
+  }
+  return Victim{};
+}
+
+void Scheduler::Retract(Request& request, bool raises_headroom) {
+  ++num_retractions_;
+  book_.Move(request, [&](Request& moved) { moved.Retract(raises_headroom); });
+}
+
+Request* Scheduler::FirstWaitingExcept(const Request& excluded) const {
+  for (const auto& [sequence, request] : book_.waiting()) {
+    if (request != &excluded) return request;
+  }
+  return nullptr;
+}
+
+bool Scheduler::Grant(Round& round, Request& grantee) {
+  const bool decodes = grantee.state() == RequestState::kPrefillDone || grantee.state() == RequestState::kDecoding;
+  if (round.IsFull() || (decodes && !round.FitsDecode(0))) return true;
+  if (!decodes && round.HasDecode() && !config_.enable_mixed_prefill_decode) return true;
+  const AdmissionOutcome outcome = decodes ? TryDecode(round, grantee) : TryPrefill(round, grantee);
+  return outcome != AdmissionOutcome::kNoCapacity;
+}
+
+void Scheduler::MakeRoom(Round& round) {
+  if (round.HasPrefill()) return;
+  Request* grantee = round.blocker();
+  while (grantee != nullptr) {
+    const Victim victim = ChooseVictim(round);
+    if (victim.request == nullptr) return;
+    Retract(*victim.request, /*raises_headroom=*/true);
+    if (victim.last_resort) {
+      ScheduleDecodes(round, 0);
+      if (round.HasDecode()) return;
+    }
+    if (grantee == victim.request) grantee = FirstWaitingExcept(*victim.request);
+    if (grantee == nullptr || Grant(round, *grantee)) return;
+  }
+}
+
+}  // namespace tokenspeed

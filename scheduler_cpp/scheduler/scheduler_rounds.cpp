@@ -1,0 +1,89 @@
+// How a round is put together: which phases run, in which order, and when each of them stops.
+
+#include <iterator>
+
+#include "scheduler/scheduler.h"
+
+namespace tokenspeed {
+
+ExecutionPlan Scheduler::NextExecutionPlan() {
+  book_.Reap();
+  Round round(config_, ++round_number_);
+  if (config_.enable_mixed_prefill_decode) {
+    ScheduleDecodes(round, HasPrefillWork() ? admission_.MinPrefillTokens() : 0);
+    SchedulePrefills(round);
+  } else {
+    SchedulePrefills(round);
+    if (!round.HasPrefill()) ScheduleDecodes(round, 0);
+  }
+  MakeRoom(round);
+  const bool idle = round.NumRows() == 0;
+  const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
+  stall_watch_.Record(idle && has_candidates && !AnyResultOut(), static_cast<int32_t>(book_.waiting().size()),
+                      static_cast<int32_t>(book_.resident().size()));
+  return round.Finish(group_ids_);
+}
+
+bool Scheduler::HasPrefillWork() const {
+  return !book_.waiting().empty() || book_.Count(RequestState::kPrefilling) > 0;
+}
+
+bool Scheduler::AnyResultOut() const {
+  for (const auto& [sequence, request] : book_.resident()) {
+    if (request->resources().results_in_flight > 0) return true;
+  }
+  return false;
+}
+
+AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
+  const AdmissionOutcome outcome = admission_.Prefill(request, round.budget(), round.fresh());
+  if (outcome == AdmissionOutcome::kScheduled) round.PushPrefill(request);
+  return outcome;
+}
+
+AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
+  const AdmissionOutcome outcome = admission_.Decode(request, round.fresh());
+  if (outcome == AdmissionOutcome::kScheduled) round.PushDecode(request);
+  return outcome;
+}
+
+void Scheduler::SchedulePrefills(Round& round) {
+  if (ScheduleResidentPrefills(round)) ScheduleWaiting(round);
+}
+
+bool Scheduler::ScheduleResidentPrefills(Round& round) {
+  if (book_.Count(RequestState::kPrefilling) == 0) return true;
+  for (const auto& [sequence, request] : book_.resident()) {
+    if (request->state() != RequestState::kPrefilling) continue;
+    if (round.IsFull()) return false;
+    const AdmissionOutcome outcome = TryPrefill(round, *request);
+    if (outcome == AdmissionOutcome::kNoCapacity) {
+      round.RecordBlocker(*request);
+      return false;
+    }
+    // An unfinished prompt keeps the head of the line, whether it moved or not.
+    if (request->state() == RequestState::kPrefilling) return false;
+  }
+  return true;
+}
+
+void Scheduler::ScheduleWaiting(Round& round) {
+  for (auto next = book_.waiting().begin(); next != book_.waiting().end();) {
+    if (round.IsFull() || !admission_.HasFreeSlot()) return;
+    Request& request = *next->second;
+    ++next;  // an admission takes the request out of this order
+    const AdmissionOutcome outcome = TryPrefill(round, request);
+    if (outcome == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
+    if (request.state() == RequestState::kPrefilling) return;
+  }
+}
+
+void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
+  for (const auto& [sequence, request] : book_.resident()) {
+    if (request->state() == RequestState::kPrefilling || round.HasScheduled(*request)) continue;
+    if (!round.FitsDecode(kept_for_prefill)) return;
+    if (TryDecode(round, *request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(*request);
+  }
+}
+
+}  // namespace tokenspeed

@@ -1,0 +1,334 @@
+"""Signatures of the C++ scheduler core.
+
+Attributes of plans and batches convert by value: read each of them once. Methods named `*_array` and `*_arrays` return
+read-only NumPy views that keep the underlying storage alive.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+class CacheRetention(enum.Enum):
+    FullHistory = ...
+    SlidingWindow = ...
+
+class CacheGroupFamily(enum.Enum):
+    History = ...
+    State = ...
+
+class CacheTransferPolicy(enum.Enum):
+    Unspecified = ...
+    FullSuffix = ...
+    LatestSnapshot = ...
+
+class CacheGroupConfig:
+    """One cache group as the scheduler sees it.
+
+    Attributes:
+        group_id: unique name, the key of the group in plans.
+        block_granularity: tokens per block-table slot; divides the prefix granularity.
+        total_pages: ids of the group, the null id included: 1 + usable parents x packing.
+        cache_blocks_per_lcm_block: packing, children of the group per parent.
+        shard_count: cyclic owners of the blocks; divides the packing.
+        sliding_window_tokens: tokens, needed with SlidingWindow.
+    """
+
+    group_id: str
+    block_granularity: int
+    total_pages: int
+    retention: CacheRetention
+    sliding_window_tokens: int | None
+    family: CacheGroupFamily
+    cache_blocks_per_lcm_block: int
+    transfer_policy: CacheTransferPolicy
+    shard_count: int
+    replayable: bool
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        group_id: str,
+        block_granularity: int,
+        total_pages: int,
+        retention: CacheRetention = ...,
+        sliding_window_tokens: int | None = None,
+        family: CacheGroupFamily = ...,
+        cache_blocks_per_lcm_block: int = 1,
+        transfer_policy: CacheTransferPolicy = ...,
+        shard_count: int = 1,
+        replayable: bool = False,
+    ) -> None: ...
+    def validate(self) -> None:
+        """Raises ValueError for a group that is wrong by itself."""
+
+class SchedulerConfig:
+    """The complete configuration of one scheduler.
+
+    Attributes:
+        prefix_granularity: tokens at whose multiples prompts are hashed and shared.
+        max_scheduled_tokens: token budget of a round, also the longest chunk.
+        max_batch_size: rows of a batch, and request-pool slots.
+        decode_input_tokens: tokens that a decode step feeds per request.
+        overlap_schedule_depth: decode steps planned ahead of the landed one, 0 or 1.
+        num_device_pages: device parents, the reserved id 0 included.
+        num_host_pages: host parents, the reserved id 0 included.
+        cache_groups: read as a copy; assign a whole list to change it.
+        prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+    """
+
+    class Role(enum.Enum):
+        P = ...
+        D = ...
+        Fused = ...
+
+    prefix_granularity: int
+    max_scheduled_tokens: int
+    max_batch_size: int
+    decode_input_tokens: int
+    overlap_schedule_depth: int
+    role: SchedulerConfig.Role
+    num_device_pages: int
+    num_host_pages: int
+    cache_groups: list[CacheGroupConfig]
+    disable_l2_cache: bool
+    enable_l3_storage: bool
+    enable_kv_cache_events: bool
+    enable_mixed_prefill_decode: bool
+    disable_prefix_cache: bool
+    prefix_replay_tokens: int
+    def __init__(self) -> None: ...
+
+class CapacityModel:
+    """Block and parent demands of a workload; needs no pool and looks at no page count.
+
+    Raises:
+        ValueError: the capacity inputs of the configuration are wrong.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+    @property
+    def num_groups(self) -> int: ...
+    def single_request_group_pages(self, token_limit: int) -> list[int]:
+        """Most blocks of each group that one request of `token_limit` tokens holds at any time."""
+    def concurrent_group_pages(self, max_total_tokens: int, max_context_len: int) -> list[int]:
+        """Blocks of each group that let `max_batch_size` requests run side by side."""
+    def lcm_blocks_needed_for(self, group_pages: Sequence[int]) -> int:
+        """Parents that hold these block counts, one count per group."""
+    def max_single_request_tokens(self, usable_lcm_blocks: int) -> int:
+        """Longest request, in tokens, that fits these parents on its own."""
+
+class RequestSpec:
+    request_id: str
+    tokens: list[int]
+    max_new_tokens: int
+    def __init__(self) -> None: ...
+
+class ForwardEvent:
+    class ExtendResult:
+        """One scheduled forward landed.
+
+        `tokens` is empty for an intermediate chunk, the sampled token for a completing one, the accepted tokens for a
+        decode step.
+        """
+
+        request_id: str
+        tokens: list[int]
+        spec_candidate_ids: list[int]
+        def __init__(self) -> None: ...
+
+    class Finish:
+        request_id: str
+        def __init__(self) -> None: ...
+
+    class Abort:
+        request_id: str
+        def __init__(self) -> None: ...
+
+    class Retract:
+        request_id: str
+        def __init__(self) -> None: ...
+
+    class UpdateReserveNumTokens:
+        request_id: str
+        reserve_num_tokens_in_next_schedule_event: int
+        def __init__(self) -> None: ...
+
+class Cache:
+    class WriteBackDoneEvent:
+        op_id: int
+        def __init__(self) -> None: ...
+
+    class LoadBackDoneEvent:
+        op_id: int
+        success: bool
+        def __init__(self, op_id: int, success: bool) -> None: ...
+
+class PD:
+    class BootstrappedEvent:
+        def __init__(self, request_id: str) -> None: ...
+        @property
+        def request_id(self) -> str: ...
+
+    class FailedEvent:
+        def __init__(self, request_id: str) -> None: ...
+        @property
+        def request_id(self) -> str: ...
+
+    class SucceededEvent:
+        def __init__(self, request_id: str) -> None: ...
+        @property
+        def request_id(self) -> str: ...
+
+    class RemotePrefillDoneEvent:
+        bootstrap_token: int
+        def __init__(self, request_id: str, bootstrap_token: int) -> None: ...
+        @property
+        def request_id(self) -> str: ...
+
+class KVEvent:
+    class BlockStored:
+        @property
+        def kind(self) -> str: ...
+        @property
+        def block_hashes(self) -> list[int]: ...
+        @property
+        def parent_block_hash(self) -> int | None: ...
+        @property
+        def token_ids(self) -> list[int]: ...
+        @property
+        def block_size(self) -> int: ...
+
+    class BlockRemoved:
+        @property
+        def kind(self) -> str: ...
+        @property
+        def block_hashes(self) -> list[int]: ...
+
+type _Event = (
+    ForwardEvent.ExtendResult
+    | ForwardEvent.Finish
+    | ForwardEvent.Abort
+    | ForwardEvent.Retract
+    | ForwardEvent.UpdateReserveNumTokens
+    | Cache.WriteBackDoneEvent
+    | Cache.LoadBackDoneEvent
+    | PD.BootstrappedEvent
+    | PD.FailedEvent
+    | PD.SucceededEvent
+    | PD.RemotePrefillDoneEvent
+)
+
+class ExecutionEvent:
+    def __init__(self) -> None: ...
+    def add_event(self, event: _Event) -> ExecutionEvent:
+        """Appends a copy of the event; returns this object."""
+
+class Forward:
+    class Batch:
+        """One model step. Prefill rows come first, then decode rows.
+
+        A prefill row finishes its prompt iff extend_prefix_lens + input_lengths == prefill_lengths. Block tables have
+        one row per request and one column per slot: 0 is a hole, -1 stands right of a shorter row.
+        """
+
+        @property
+        def request_ids(self) -> list[str]: ...
+        @property
+        def request_pool_indices(self) -> list[int]: ...
+        @property
+        def input_lengths(self) -> list[int]: ...
+        @property
+        def prefill_lengths(self) -> list[int]: ...
+        @property
+        def input_ids(self) -> list[int]: ...
+        @property
+        def shifted_input_ids(self) -> list[int]: ...
+        @property
+        def extend_prefix_lens(self) -> list[int]: ...
+        @property
+        def extend_replay_lens(self) -> list[int]: ...
+        @property
+        def decode_input_ids(self) -> list[int]: ...
+        @property
+        def spec_candidate_ids(self) -> list[list[int]]: ...
+        @property
+        def block_tables(self) -> dict[str, list[list[int]]]: ...
+        def block_tables_arrays(self) -> dict[str, npt.NDArray[np.int32]]: ...
+        def num_extends(self) -> int: ...
+        def request_pool_indices_array(self) -> npt.NDArray[np.int32]: ...
+        def input_lengths_array(self) -> npt.NDArray[np.int32]: ...
+        def prefill_lengths_array(self) -> npt.NDArray[np.int32]: ...
+        def input_ids_array(self) -> npt.NDArray[np.int32]: ...
+        def shifted_input_ids_array(self) -> npt.NDArray[np.int32]: ...
+        def extend_prefix_lens_array(self) -> npt.NDArray[np.int32]: ...
+        def extend_replay_lens_array(self) -> npt.NDArray[np.int32]: ...
+        def decode_input_ids_array(self) -> npt.NDArray[np.int32]: ...
+
+class ExecutionPlan:
+    """Everything one round asks of the executor; `forward` holds exactly one batch, possibly without rows."""
+
+    @property
+    def forward(self) -> list[Forward.Batch]: ...
+    @property
+    def cache(self) -> list[object]: ...
+    @property
+    def remote_decode(self) -> Forward.Batch | None: ...
+    @property
+    def remote_prefill(self) -> Forward.Batch | None: ...
+    @property
+    def pages_to_zero(self) -> dict[str, list[int]]: ...
+    def pages_to_zero_arrays(self) -> dict[str, npt.NDArray[np.int32]]: ...
+
+class Scheduler:
+    """Decides, round by round, which requests run and where their cache lives.
+
+    Deterministic. A refused call changes nothing. Calls on one instance must not overlap (RuntimeError).
+
+    Raises:
+        ValueError: the configuration is wrong, or asks for what is not supported yet.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+    def submit_requests(self, request_specs: Sequence[RequestSpec]) -> None:
+        """All or nothing; ValueError names the request and the limit."""
+    def next_execution_plan(self) -> ExecutionPlan:
+        """Plans one round; releases the interpreter lock meanwhile."""
+    def advance(self, event: ExecutionEvent) -> None:
+        """All or nothing; RuntimeError for an event that is illegal in its request's state."""
+    def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]: ...
+    def bootstrapping_size(self) -> int: ...
+    def waiting_size(self) -> int: ...
+    def prefilling_size(self) -> int: ...
+    def remote_prefilling_size(self) -> int: ...
+    def decoding_size(self) -> int: ...
+    def pd_transfer_size(self) -> int: ...
+    def pd_transfer_pinned(self, request_id: str) -> bool: ...
+    def num_retractions(self) -> int:
+        """Times that a resident request gave up its cache, since the start."""
+    def empty_lcm_blocks(self) -> int: ...
+    def active_lcm_blocks(self) -> int: ...
+    def available_lcm_blocks(self) -> int:
+        """Empty and evictable parents; scans all of them."""
+    def request_token_size(self, request_id: str) -> int:
+        """Prompt and landed output in tokens, -1 for an unknown id."""
+    def max_single_request_tokens(self) -> int: ...
+    def cache_group_total_pages(self, group_id: str) -> int: ...
+    def cache_group_available_pages(self, group_id: str) -> int: ...
+    def clear_l1_cache(self) -> bool: ...
+    def clear_cache(self) -> bool: ...
+    def can_clear_cache(self) -> bool: ...
+    def prefix_hashes_for_tokens(self, tokens: Sequence[int]) -> list[str]: ...
+    def waiting_prefix_hashes(self) -> list[str]: ...
+    def expand_prefix_keys(self, content_hashes: Sequence[str]) -> tuple[list[str], list[str], list[int]]: ...
+    def register_storage_keys(
+        self, group_ids: Sequence[str], content_hashes: Sequence[str], page_offsets: Sequence[int]
+    ) -> None: ...
+    def unregister_storage_keys(
+        self, group_ids: Sequence[str], content_hashes: Sequence[str], page_offsets: Sequence[int]
+    ) -> None: ...
