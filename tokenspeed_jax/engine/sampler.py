@@ -6,10 +6,10 @@ Two modes. `sample_greedy` is the argmax of the raw logits. `sample` serves ever
            -> temperature -> top-k -> top-p -> min-p                              (the distribution drawn from)
            -> argmax(scaled logit + Gumbel noise)
 
-Nothing is sorted. The k-th largest logit, and the probability at which the mass of a nucleus is reached, are found
-bit by bit: a float's bits, made order-preserving, are a 32-bit number, and asking "is enough of the row at or
-above this number?" for each bit from the highest down yields the exact threshold in at most 32 sweeps. Tokens equal
-to the threshold are all kept.
+The vocabulary is never sorted. The k-th largest logit, and the weight at which a nucleus reaches its mass, are found
+digit by digit: a float's bits, made order-preserving, are a 32-bit number, and counting how many values of the next
+digit still have enough of the row at or above them, from the highest digit down, yields the exact threshold in 16
+sweeps over the row. Tokens equal to the threshold are all kept.
 
 A row's draw depends on nothing but that row: its noise is a function of its seed and of how many tokens it has
 generated, and masses are summed as integers, whose sums do not depend on the order that a compiler chooses.
@@ -30,6 +30,8 @@ MAX_VOCAB = 2**19 - 1
 """Largest vocabulary whose masses fit the integer sums."""
 
 _LIMB = 13  # bits; (2**_LIMB) * MAX_VOCAB must stay below 2**32
+_DIGIT_BITS = 2  # a sweep reads the row once for the three comparisons of a digit
+_SPAN = 128
 _SEED_BITS = 63
 _WORD = 0xFFFFFFFF
 
@@ -137,12 +139,12 @@ def sample(
     token = jnp.where(is_greedy, jnp.argmax(penalised, axis=-1), drawn).astype(jnp.int32)
     log_mass = jnp.log(jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny))
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    top_logits, top_ids = lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    top_logits, top_ids = _top_logits(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
     result = SampleResult(
         token=token,
         logprob=_at(logits, token) - normaliser,
         sampling_logprob=jnp.where(is_greedy, 0.0, _at(scaled, token) - log_mass),
-        top_ids=top_ids.astype(jnp.int32),
+        top_ids=top_ids,
         top_logprobs=top_logits - normaliser[:, None],
     )
     return result, _counted(state, rows, token)
@@ -173,22 +175,50 @@ def _truncated(
     penalised: Float32[Array, "rows vocab"], scaled: Float32[Array, "rows vocab"], rows: RowSampling
 ) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
     """The tokens that may be drawn, and the weight exp(scaled) of each of them (0 of the others; 1 of the peak)."""
-    vocab_size = penalised.shape[1]
     # Ranks are taken before the temperature, which keeps the order but may round neighbours together.
-    keys = _ordered_bits(penalised)
-    k = jnp.where(rows.top_k == 0, vocab_size, jnp.minimum(rows.top_k, vocab_size)).astype(jnp.uint32)
-    kth = _highest_key(lambda key: jnp.sum(keys >= key[:, None], axis=-1, dtype=jnp.uint32) >= k, k.shape, bits=32)
-    kept = keys >= kth[:, None]
-
+    kept = _in_top_k(penalised, rows.top_k)
     weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-    weight_keys = lax.bitcast_convert_type(weights, jnp.uint32)  # the bits of floats >= 0 are in order as they are
-    target = rows.top_p * _mass(weights)
-    least = _highest_key(
-        lambda key: _mass(jnp.where(weight_keys >= key[:, None], weights, 0.0)) >= target, target.shape, bits=30
-    )
-    least = jnp.where(rows.top_p >= 1.0, jnp.uint32(0), least)
-    kept &= (weight_keys >= least[:, None]) & (weights >= rows.min_p[:, None])
+    kept &= _in_top_p(weights, rows.top_p) & (weights >= rows.min_p[:, None])
     return kept, jnp.where(kept, weights, 0.0)
+
+
+def _in_top_k(values: Float32[Array, "rows vocab"], top_k: Int32[Array, " rows"]) -> Bool[Array, "rows vocab"]:
+    """Which values are no less than the row's k-th largest; all for k = 0."""
+    vocab_size = values.shape[1]
+    k = jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size)).astype(jnp.uint32)
+    keys = _ordered_bits(values)
+    kth = _highest_key(lambda key: jnp.sum(keys >= key[:, None], axis=-1, dtype=jnp.uint32) >= k, top_k.shape)
+    return keys >= kth[:, None]
+
+
+def _in_top_p(weights: Float32[Array, "rows vocab"], top_p: Float32[Array, " rows"]) -> Bool[Array, "rows vocab"]:
+    """Which weights (in [0, 1]) are no less than the one at which the row's largest reach the share p of all.
+
+    Weights are summed as integers, in units of which a row's total is between 2**30 and 2**31.
+    """
+    keys = lax.bitcast_convert_type(weights, jnp.uint32)  # the bits of floats >= 0 are in order as they are
+    scale = _mass_scale(weights)
+
+    def mass(key: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
+        units = jnp.round(weights * scale[:, None]).astype(jnp.uint32)
+        return jnp.sum(jnp.where(keys >= key[:, None], units, 0), axis=-1, dtype=jnp.uint32)
+
+    target = jnp.ceil(top_p * mass(jnp.zeros(top_p.shape, jnp.uint32)).astype(jnp.float32)).astype(jnp.uint32)
+    least = _highest_key(lambda key: mass(key) >= target, top_p.shape)
+    return (keys >= least[:, None]) | (top_p >= 1.0)[:, None]
+
+
+def _mass_scale(weights: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
+    """A power of two that brings each row's total to [2**30, 2**31), the same for every order of summation."""
+    unit = float(1 << _LIMB)
+    rest = weights * unit
+    high = jnp.floor(rest)
+    low = jnp.floor((rest - high) * unit)
+    high_sum = jnp.sum(high.astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
+    low_sum = jnp.sum(low.astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
+    total = high_sum + (low_sum >> _LIMB)  # in units of 1 / unit, rounded down
+    exponent = 31 - lax.clz(jnp.maximum(total, 1)).astype(jnp.int32)
+    return jnp.ldexp(jnp.float32(1.0), 30 + _LIMB - exponent)
 
 
 def _ordered_bits(values: Float32[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
@@ -199,33 +229,41 @@ def _ordered_bits(values: Float32[Array, "rows vocab"]) -> UInt32[Array, "rows v
 
 
 def _highest_key(
-    reaches: Callable[[UInt32[Array, " rows"]], Bool[Array, " rows"]], shape: tuple[int, ...], *, bits: int
+    reaches: Callable[[UInt32[Array, " rows"]], Bool[Array, " rows"]], shape: tuple[int, ...]
 ) -> UInt32[Array, " rows"]:
-    """The highest number of `bits` bits that `reaches`, which must hold at 0 and fail above where it first fails."""
+    """The highest number that `reaches`, which must hold at 0 and fail above where it first fails.
 
-    def set_bit(step: Int32[Array, ""], key: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-        candidate = key | (jnp.uint32(1) << (bits - 1 - step).astype(jnp.uint32))
-        return jnp.where(reaches(candidate), candidate, key)
+    Found digit by digit from the highest. As all digits below the right one reach too, their number is the digit.
+    """
+
+    def set_digit(step: Int32[Array, ""], key: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
+        shift = (32 - _DIGIT_BITS * (step + 1)).astype(jnp.uint32)
+        candidates = [key | (jnp.uint32(digit) << shift) for digit in range(1, 1 << _DIGIT_BITS)]
+        digit = sum((reaches(candidate).astype(jnp.uint32) for candidate in candidates), jnp.uint32(0))
+        return key | (digit << shift)
 
     # Fixed bounds: a loop whose length the device decides would make the host wait for every sweep.
-    return lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
+    return lax.fori_loop(0, 32 // _DIGIT_BITS, set_digit, jnp.zeros(shape, jnp.uint32))
 
 
-def _mass(weights: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
-    """Sum of weights in [0, 1], the same for every order of summation; parts below 2**-39 of a weight are dropped."""
-    unit = float(1 << _LIMB)
-    rest = weights * unit
-    sums = []
-    for _ in range(3):
-        limb = jnp.floor(rest)
-        rest = (rest - limb) * unit
-        sums.append(jnp.sum(limb.astype(jnp.uint32), axis=-1, dtype=jnp.uint32))
-    high, middle, low = sums
-    middle += low >> _LIMB
-    high += middle >> _LIMB
-    mask = jnp.uint32((1 << _LIMB) - 1)
-    fraction = (middle & mask) / unit + (low & mask) / (unit * unit)
-    return (high.astype(jnp.float32) + fraction.astype(jnp.float32)) / unit
+def _top_logits(
+    logits: Float32[Array, "rows vocab"], count: int
+) -> tuple[Float32[Array, "rows count"], Int32[Array, "rows count"]]:
+    """What `lax.top_k` returns, without sorting the vocabulary.
+
+    The highest `count` of all lie in the `count` spans of the highest maxima: of any other span, each element stands
+    behind all those maxima.
+    """
+    rows, vocab_size = logits.shape
+    spans = -(-vocab_size // _SPAN)
+    padded = jnp.pad(logits, ((0, 0), (0, spans * _SPAN - vocab_size)), constant_values=-jnp.inf)
+    maxima = jnp.max(padded.reshape(rows, spans, _SPAN), axis=-1)
+    # In rising order, so that equal logits still come lowest id first.
+    chosen = jnp.sort(lax.top_k(maxima, min(count, spans))[1], axis=-1)
+    ids = (chosen[:, :, None] * _SPAN + jnp.arange(_SPAN)).reshape(rows, -1)
+    candidates = jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
+    values, places = lax.top_k(candidates, count)
+    return values, jnp.take_along_axis(ids, places, axis=-1).astype(jnp.int32)
 
 
 def _gumbel(rows: RowSampling, vocab_size: int) -> Float32[Array, "rows vocab"]:
