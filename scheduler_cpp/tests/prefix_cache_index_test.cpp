@@ -1,0 +1,176 @@
+// Registration, canonical blocks, recency, pins and eviction order of one group's index.
+
+#include "prefix/prefix_cache_index.h"
+
+#include <vector>
+
+#include "tests/cache_fixture.h"
+#include "tests/testing.h"
+
+namespace tokenspeed {
+namespace {
+
+struct Fixture {
+  explicit Fixture(int32_t parents = 8, int32_t packing = 1)
+      : pool(parents, {packing}), index(0), keys(ExpandCacheKeys(testing::Hashes(1, 16), 0, 1)) {}
+
+  // Publishes a fresh block under key `k` and lets go of it; returns its location.
+  CacheBlockLocation Cache(int32_t k, uint64_t epoch, BoundaryKind kind = BoundaryKind::kChunk) {
+    CacheBlockRef block = pool.AcquireBlock(0);
+    EXPECT_TRUE(index.Register(pool, block, keys[k], epoch, k, kind));
+    return block->Location();
+  }
+
+  BlockPool pool;
+  PrefixCacheIndex index;
+  std::vector<CacheKey> keys;
+};
+
+TEST(entry_keeps_its_block_alive_until_evicted) {
+  Fixture f;
+  const CacheBlockLocation location = f.Cache(0, 1);
+  EXPECT_TRUE(f.index.Contains(f.pool, f.keys[0]) && f.index.Contains(f.pool, location));
+  EXPECT_TRUE(f.pool.IsOccupied(location));
+  EXPECT_TRUE(f.index.Evict(f.pool, location) == std::optional(f.keys[0]));
+  EXPECT_FALSE(f.pool.IsOccupied(location));
+  EXPECT_FALSE(f.index.Contains(f.pool, f.keys[0]));
+  EXPECT_EQ(f.index.NumEntries(f.pool), 0);
+  EXPECT_FALSE(f.index.Evict(f.pool, location).has_value());
+}
+
+TEST(pinned_entry_is_not_evicted) {
+  Fixture f;
+  const CacheBlockLocation location = f.Cache(0, 1);
+  CacheBlockRef pin = f.index.Find(f.pool, f.keys[0]);
+  EXPECT_EQ(pin.use_count(), 2);
+  EXPECT_EQ(f.index.NumPinnedEntries(f.pool), 1);
+  EXPECT_FALSE(f.index.Evict(f.pool, location).has_value());
+  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, location.lcm_block_id));
+  pin.reset();
+  EXPECT_TRUE(f.index.ParentIsFullyEvictable(f.pool, location.lcm_block_id));
+  EXPECT_TRUE(f.index.Evict(f.pool, location).has_value());
+}
+
+TEST(duplicate_storage_is_replaced_by_the_canonical_block) {
+  Fixture f;
+  const CacheBlockLocation canonical = f.Cache(0, 1);
+  CacheBlockRef twin = f.pool.AcquireBlock(0);
+  const CacheBlockLocation freed = twin->Location();
+  EXPECT_FALSE(f.index.Register(f.pool, twin, f.keys[0], 5, 0, BoundaryKind::kEndpoint));
+  EXPECT_TRUE(twin->Location() == canonical);
+  EXPECT_FALSE(f.pool.IsOccupied(freed));
+  const PrefixEntryMetadata expected{
+      .last_access_epoch = 5, .logical_block_index = 0, .boundary_kind = BoundaryKind::kEndpoint, .was_acquired = false};
+  EXPECT_TRUE(f.index.MetadataFor(f.pool, canonical) == expected);
+}
+
+TEST(boundary_kind_only_rises) {
+  Fixture f;
+  CacheBlockRef block = f.pool.AcquireBlock(0);
+  f.index.Register(f.pool, block, f.keys[0], 1, 0, BoundaryKind::kPromoted);
+  EXPECT_FALSE(f.index.Register(f.pool, block, f.keys[0], 2, 0, BoundaryKind::kChunk));
+  EXPECT_TRUE(f.index.MetadataFor(f.pool, block->Location())->boundary_kind == BoundaryKind::kPromoted);
+  EXPECT_EQ(f.index.MetadataFor(f.pool, block->Location())->last_access_epoch, uint64_t{2});
+}
+
+TEST(location_has_one_key_and_blocks_belong_to_their_group) {
+  Fixture f;
+  CacheBlockRef block = f.pool.AcquireBlock(0);
+  f.index.Register(f.pool, block, f.keys[0], 1, 0, BoundaryKind::kChunk);
+  EXPECT_FATAL(f.index.Register(f.pool, block, f.keys[1], 1, 1, BoundaryKind::kChunk));
+  EXPECT_FATAL(f.index.Register(f.pool, block, f.keys[0], 0, 0, BoundaryKind::kChunk));
+  BlockPool other(1, {1, 1});
+  CacheBlockRef foreign = other.AcquireBlock(0);
+  EXPECT_FATAL(f.index.Register(f.pool, foreign, f.keys[1], 1, 0, BoundaryKind::kChunk));
+  CacheBlockRef wrong_group = other.AcquireBlock(1);
+  EXPECT_FALSE(bool(wrong_group));
+  CacheKey wrong_key = f.keys[2];
+  wrong_key.group_id = 1;
+  CacheBlockRef second = f.pool.AcquireBlock(0);
+  EXPECT_FATAL(f.index.Register(f.pool, second, wrong_key, 1, 0, BoundaryKind::kChunk));
+}
+
+TEST(acquiring_a_match_marks_it_and_probing_does_not) {
+  Fixture f;
+  const CacheBlockLocation a = f.Cache(0, 1);
+  const CacheBlockLocation b = f.Cache(1, 1);
+  const std::vector<uint8_t> mask = {0, 1};
+  EXPECT_TRUE(f.index.MatchedLocations(f.pool, f.keys, mask) == std::vector<CacheBlockLocation>{b});
+  EXPECT_FALSE(f.index.MetadataFor(f.pool, b)->was_acquired);
+  {
+    const auto blocks = f.index.AcquireMatched(f.pool, f.keys, mask, 9);
+    EXPECT_FALSE(bool(blocks[0]));
+    EXPECT_TRUE(blocks[1]->Location() == b);
+  }
+  EXPECT_TRUE(f.index.MetadataFor(f.pool, b)->was_acquired);
+  EXPECT_EQ(f.index.MetadataFor(f.pool, b)->last_access_epoch, uint64_t{9});
+  EXPECT_EQ(f.index.MetadataFor(f.pool, a)->last_access_epoch, uint64_t{1});
+  CacheBlockRef again = f.index.Find(f.pool, f.keys[1]);
+  f.index.Register(f.pool, again, f.keys[1], 10, 1, BoundaryKind::kChunk);
+  EXPECT_TRUE(f.index.MetadataFor(f.pool, b)->was_acquired);
+  const std::vector<uint8_t> absent = {0, 0, 1};
+  EXPECT_FATAL(f.index.AcquireMatched(f.pool, f.keys, absent, 11));
+}
+
+TEST(ranges_skip_holes_and_report_new_keys) {
+  Fixture f;
+  f.Cache(1, 1);
+  std::vector<CacheBlockRef> blocks(4);
+  for (int32_t i : {1, 3}) blocks[i] = f.pool.AcquireBlock(0);
+  std::vector<CacheKey> new_keys;
+  f.index.RegisterFullBlocks(f.pool, blocks, std::span(f.keys).first(4), 2, 10, BoundaryKind::kChunk, new_keys);
+  EXPECT_TRUE(new_keys == std::vector<CacheKey>{f.keys[3]});
+  EXPECT_EQ(f.index.MetadataFor(f.pool, blocks[3]->Location())->logical_block_index, 13);
+  EXPECT_EQ(f.index.NumEntries(f.pool), 2);
+}
+
+TEST(cursor_yields_epochs_in_order_and_skips_pinned_ones) {
+  Fixture f;
+  const CacheBlockLocation old_a = f.Cache(0, 2);
+  f.Cache(1, 3);  // pinned below
+  const CacheBlockLocation young = f.Cache(2, 7);
+  const CacheBlockLocation old_b = f.Cache(3, 2);
+  const CacheBlockRef pin = f.index.Find(f.pool, f.keys[1]);
+  auto cursor = f.index.StartEviction(f.pool);
+  std::vector<PrefixCacheIndex::Candidate> seen;
+  EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
+  REQUIRE(seen.size() == 2);
+  EXPECT_TRUE(seen[0].location == old_a && seen[1].location == old_b);
+  EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
+  REQUIRE(seen.size() == 3);
+  EXPECT_TRUE(seen[2].location == young);
+  EXPECT_EQ(seen[2].metadata.last_access_epoch, uint64_t{7});
+  EXPECT_FALSE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
+  EXPECT_EQ(seen.size(), std::size_t{3});
+  EXPECT_EQ(f.index.EvictableCandidates(f.pool).size(), std::size_t{3});
+}
+
+TEST(parent_is_evictable_only_when_every_block_is) {
+  Fixture f(2, 3);
+  f.Cache(0, 1);
+  f.Cache(1, 2);
+  EXPECT_TRUE(f.index.ParentIsFullyEvictable(f.pool, 1));
+  const CacheBlockRef uncached = f.pool.AcquireBlock(0);
+  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, 1));
+  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, 2));
+}
+
+TEST(pools_have_separate_entries) {
+  Fixture f;
+  BlockPool second(2, {1});
+  {
+    PrefixCacheIndex index(0);
+    CacheBlockRef here = f.pool.AcquireBlock(0);
+    CacheBlockRef there = second.AcquireBlock(0);
+    EXPECT_TRUE(index.Register(f.pool, here, f.keys[0], 1, 0, BoundaryKind::kChunk));
+    EXPECT_FALSE(index.Contains(second, f.keys[0]));
+    EXPECT_TRUE(index.Register(second, there, f.keys[0], 2, 0, BoundaryKind::kChunk));
+    EXPECT_EQ(index.NumEntries(second), 1);
+    EXPECT_EQ(index.MetadataFor(f.pool, here->Location())->last_access_epoch, uint64_t{1});
+  }
+}
+
+}  // namespace
+}  // namespace tokenspeed
+
+TOKENSPEED_TEST_MAIN()

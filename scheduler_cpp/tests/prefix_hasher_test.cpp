@@ -1,0 +1,121 @@
+// Golden values of the hash chain, and that hashing resumes from any stored hash.
+
+#include "prefix/prefix_hasher.h"
+
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "prefix/cache_key.h"
+#include "prefix/sha256.h"
+#include "tests/testing.h"
+
+namespace tokenspeed {
+namespace {
+
+std::string Sha256Hex(const std::string& text, std::size_t piece) {
+  Sha256 sha;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(text.data());
+  for (std::size_t i = 0; i < text.size(); i += piece) sha.Update({bytes + i, std::min(piece, text.size() - i)});
+  return PrefixHash{sha.Finish()}.ToHex();
+}
+
+TEST(sha256_published_vectors) {
+  EXPECT_EQ(Sha256Hex("", 1), std::string("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"));
+  EXPECT_EQ(Sha256Hex("abc", 3), std::string("ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"));
+  EXPECT_EQ(Sha256Hex("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 64),
+            std::string("248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"));
+  EXPECT_EQ(Sha256Hex(std::string(1000000, 'a'), 4096),
+            std::string("cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"));
+}
+
+TEST(sha256_does_not_depend_on_how_the_input_is_cut) {
+  std::mt19937 random(7);
+  for (std::size_t length = 0; length < 200; ++length) {
+    std::string text(length, '\0');
+    for (char& c : text) c = static_cast<char>(random());
+    const std::string whole = Sha256Hex(text, 1000);
+    for (std::size_t piece : {1, 3, 55, 63, 64, 65}) EXPECT_EQ(Sha256Hex(text, piece), whole);
+  }
+}
+
+TEST(golden_prefix_hashes) {
+  const std::vector<int32_t> first = {1, 2, 3, 4};
+  const std::vector<int32_t> second = {5, 6, 7, 8};
+  EXPECT_EQ(HashPrefixPage({}, std::nullopt).ToHex(),
+            std::string("af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc"));
+  const PrefixHash hash = HashPrefixPage(first, std::nullopt);
+  EXPECT_EQ(hash.ToHex(), std::string("65a73aeec7de373d87d0bb665fb1b7e9c490f83287b644f3ea58f3eea1ee271f"));
+  EXPECT_EQ(HashPrefixPage(second, hash).ToHex(),
+            std::string("9f99734c64c898db6698530d61968eeba422fe1f4f044203644087f9ec65e01c"));
+  const std::vector<std::string> keys = {"lora-A"};
+  EXPECT_EQ(HashPrefixPage(first, std::nullopt, keys).ToHex(),
+            std::string("1549bc3d1c248ea07de4626ca95d926600447775bbe638aa44abd6d92f8ee78a"));
+}
+
+TEST(framing_separates_tokens_priors_and_keys) {
+  const std::vector<int32_t> tokens = {1};
+  const std::vector<int32_t> negative = {-1};
+  const PrefixHash prior = HashPrefixPage(tokens, std::nullopt);
+  std::vector<PrefixHash> hashes = {prior, HashPrefixPage(negative, std::nullopt), HashPrefixPage(tokens, prior)};
+  for (const std::vector<std::string>& keys :
+       {std::vector<std::string>{"ab", ""}, {"a", "b"}, {"", "ab"}, {"ab"}, {""}}) {
+    hashes.push_back(HashPrefixPage(tokens, std::nullopt, keys));
+  }
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) EXPECT_FALSE(hashes[i] == hashes[j]);
+  }
+}
+
+TEST(incremental_hashing_equals_hashing_at_once) {
+  std::mt19937 random(11);
+  std::vector<int32_t> tokens(137);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random());
+  for (int32_t granularity : {1, 4, 16, 100}) {
+    const int32_t pages = static_cast<int32_t>(tokens.size()) / granularity;
+    std::vector<PrefixHash> at_once;
+    ExtendPrefixHashes(tokens, granularity, pages, at_once);
+    EXPECT_EQ(static_cast<int32_t>(at_once.size()), pages);
+    std::vector<PrefixHash> grown;
+    while (static_cast<int32_t>(grown.size()) < pages) {
+      const int32_t target = std::min<int32_t>(pages, static_cast<int32_t>(grown.size() + random() % 4));
+      // Only the tokens that exist by then are shown.
+      ExtendPrefixHashes(std::span(tokens).first(target * granularity), granularity, target, grown);
+    }
+    EXPECT_TRUE(grown == at_once);
+    ExtendPrefixHashes(tokens, granularity, pages / 2, grown);
+    EXPECT_TRUE(grown == at_once);
+  }
+}
+
+TEST(incomplete_pages_are_never_hashed) {
+  const std::vector<int32_t> tokens(7, 1);
+  std::vector<PrefixHash> hashes;
+  EXPECT_FATAL(ExtendPrefixHashes(tokens, 4, 2, hashes));
+  EXPECT_FATAL(ExtendPrefixHashes(tokens, 0, 1, hashes));
+}
+
+TEST(keys_expand_in_token_order_and_differ_in_every_field) {
+  std::vector<PrefixHash> hashes;
+  const std::vector<int32_t> tokens = {1, 2, 3, 4};
+  ExtendPrefixHashes(tokens, 2, 2, hashes);
+  const std::vector<CacheKey> keys = ExpandCacheKeys(hashes, 3, 2);
+  REQUIRE(keys.size() == 4);
+  for (int32_t i = 0; i < 4; ++i) {
+    EXPECT_TRUE(keys[i].content_hash == hashes[i / 2]);
+    EXPECT_EQ(keys[i].page_offset, i % 2);
+    EXPECT_EQ(keys[i].group_id, 3);
+    EXPECT_EQ(keys[i].namespace_id, uint32_t{0});
+  }
+  CacheKey other = keys[0];
+  other.namespace_id = 1;
+  EXPECT_FALSE(other == keys[0]);
+  EXPECT_FALSE(CacheKeyHash()(other) == CacheKeyHash()(keys[0]));
+  EXPECT_FALSE(CacheKeyHash()(keys[0]) == CacheKeyHash()(keys[1]));
+}
+
+}  // namespace
+}  // namespace tokenspeed
+
+TOKENSPEED_TEST_MAIN()
