@@ -240,6 +240,7 @@ class CacheRecipe(ABC):
             f"but the budget of {self.budget_bytes} bytes holds {num_lcm_blocks} beside the null parent: raise "
             f"kv_cache_memory_bytes to at least {budget}, or lower max_model_len to at most {fits}",
             field="max_model_len",
+            limit=fits,
         )
 
     def setup(self) -> CacheSetup:

@@ -76,6 +76,10 @@ class CacheArena:
             len(names) > 1 for names in dtypes.values()
         )
 
+    def plane_of(self, field_id: str) -> str:
+        """Id of the plane that holds a field; `KeyError` for an unknown field."""
+        return self.plan.field(field_id).plane_id
+
     def page_view(self, planes: Planes, field_id: str, kernel_page_size: int) -> PageView:
         """One field as pages of `kernel_page_size` token rows; usable inside the step.
 

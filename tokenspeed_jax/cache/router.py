@@ -11,13 +11,7 @@ from jaxtyping import Array, Int, Int32
 
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
-from tokenspeed_jax.cache.write_locations import (
-    DecodeWindow,
-    ExtendSpan,
-    decode_window_slots,
-    expand_block_table,
-    extend_span_slots,
-)
+from tokenspeed_jax.cache.write_locations import expand_block_table, position_slots
 from tokenspeed_jax.recipes.spec import require_positive_int
 
 
@@ -144,17 +138,18 @@ class CacheGroupRouter:
         self,
         page_tables: Mapping[str, Int[Array, "rows pages"]],
         layer: LayerBinding,
-        mode: DecodeWindow | ExtendSpan,
+        *,
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
     ) -> Int[Array, " tokens"]:
         """Slot of each of the step's tokens in the layer's group; 0 where nothing may be written.
 
-        The only accessor of slots. A mixed batch is one `ExtendSpan` over all rows (a decode row has one new token),
-        or an `ExtendSpan` over its prefill rows and a `DecodeWindow` over the others.
+        The only accessor of slots. `write_locations.decode_window` and `.extend_span` give rows and positions of the
+        two kinds of steps; a mixed step is an extend span whose decode rows have one new token.
 
         Args:
             page_tables: what `expand` returned.
+            rows: table row of each token; padding tokens have -1, or a row whose table is empty.
+            positions: position of each token in its sequence.
         """
-        table, page_size = page_tables[layer.group_id], self._page_size[layer.group_id]
-        if isinstance(mode, DecodeWindow):
-            return decode_window_slots(table, mode, page_size)
-        return extend_span_slots(table, mode, page_size)
+        return position_slots(page_tables[layer.group_id], rows, positions, self._page_size[layer.group_id])

@@ -1,42 +1,12 @@
 """Block tables to kernel pages, and token positions to slots: pure functions of arrays, used inside the compiled step.
 
-Only the router calls these. A *slot* is `page id * page size + offset`; slot 0 stands for "nowhere" in the stacked
-spellings, and -1 in the token-shaped one. A writer drops both, so nothing ever reaches the null page.
+Pages and slots leave this module through the router only. A *slot* is `page id * page size + offset`; slot 0 stands
+for "nowhere" in the stacked spellings, and -1 in the token-shaped one. A writer drops both, so nothing ever reaches
+the null page.
 """
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeWindow:
-    """The last `tokens_per_row` positions of every row, row after row.
-
-    Attributes:
-        kv_lens: tokens of each row after this step; 0 for padding rows.
-    """
-
-    kv_lens: Int[Array, " rows"]
-    tokens_per_row: int = dataclasses.field(default=1, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExtendSpan:
-    """The new tokens of every row, row after row, in an array of `num_tokens` of which the rest is padding.
-
-    Attributes:
-        query_starts: where each row's tokens begin; the last entry is the number of live tokens.
-        kv_lens: tokens of each row after this step.
-    """
-
-    query_starts: Int[Array, " rows+1"]
-    kv_lens: Int[Array, " rows"]
-    num_tokens: int = dataclasses.field(metadata={"static": True})
 
 
 def expand_block_table(
@@ -77,26 +47,35 @@ def position_slots(
     return jnp.where(inside & (page > 0), page * page_size + positions % page_size, 0)
 
 
-def decode_window_slots(
-    page_table: Int[Array, "rows pages"], window: DecodeWindow, page_size: int
-) -> Int[Array, " rows*window"]:
-    """Slots of a decode step: token j of n of a row has position `max(kv_len - n + j, 0)`."""
-    n = window.tokens_per_row
-    start = window.kv_lens[:, None] - n
-    positions = jnp.maximum(start + jnp.arange(n, dtype=window.kv_lens.dtype), 0)
-    rows = jnp.repeat(jnp.arange(page_table.shape[0]), n)
-    return position_slots(page_table, rows, positions.reshape(-1), page_size)
+def decode_window(
+    kv_lens: Int[Array, " rows"], tokens_per_row: int = 1
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """(row, position) of each token of a decode step: the last `tokens_per_row` positions of every row, row after row.
+
+    Args:
+        kv_lens: tokens of each row after this step; padding rows have 0 or 1, and an empty table row.
+    """
+    ahead = jnp.arange(tokens_per_row, dtype=kv_lens.dtype) - tokens_per_row
+    positions = jnp.maximum(kv_lens[:, None] + ahead, 0)
+    rows = jnp.repeat(jnp.arange(kv_lens.shape[0], dtype=kv_lens.dtype), tokens_per_row)
+    return rows, positions.reshape(-1)
 
 
-def extend_span_slots(page_table: Int[Array, "rows pages"], span: ExtendSpan, page_size: int) -> Int[Array, " tokens"]:
-    """Slots of a prefill step; tokens beyond the last row get slot 0."""
-    token = jnp.arange(span.num_tokens, dtype=span.query_starts.dtype)
-    rows = jnp.searchsorted(span.query_starts, token, side="right") - 1
-    row = jnp.clip(rows, 0, page_table.shape[0] - 1)
-    prefix = span.kv_lens - (span.query_starts[1:] - span.query_starts[:-1])
-    positions = prefix[row] + token - span.query_starts[row]
-    slots = position_slots(page_table, row, positions, page_size)
-    return jnp.where(token < span.query_starts[-1], slots, 0)
+def extend_span(
+    query_starts: Int[Array, " rows_plus_1"], kv_lens: Int[Array, " rows"], num_tokens: int
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """(row, position) of each of `num_tokens` tokens of a prefill or mixed step; (-1, 0) beyond the last row.
+
+    Args:
+        query_starts: where each row's new tokens begin; the last entry is the number of live tokens.
+        kv_lens: tokens of each row after this step.
+    """
+    token = jnp.arange(num_tokens, dtype=query_starts.dtype)
+    row = jnp.clip(jnp.searchsorted(query_starts, token, side="right") - 1, 0, kv_lens.shape[0] - 1)
+    prefix = kv_lens - (query_starts[1:] - query_starts[:-1])
+    live = token < query_starts[-1]
+    position = prefix[row] + token - query_starts[row]
+    return jnp.where(live, row, -1).astype(token.dtype), jnp.where(live, position, 0)
 
 
 def token_row_slots(

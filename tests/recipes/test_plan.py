@@ -1,0 +1,470 @@
+"""Packing and addressing: the worked examples of the specification, then properties over random declarations."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tokenspeed_jax.recipes.plan import CacheLayout, CacheMemoryPlan, pack
+from tokenspeed_jax.recipes.report import capacity_report
+from tokenspeed_jax.recipes.spec import CacheFieldSpec, CacheGroupSpec, Group, split_recurrent_state_groups
+
+
+def history(group_id: str, rows: int, *fields: CacheFieldSpec, window: int | None = None) -> Group:
+    retention = "full_history" if window is None else "sliding_window"
+    spec = CacheGroupSpec(
+        group_id, "history", retention, False, rows_per_page=rows, entry_stride_tokens=1, sliding_window_tokens=window
+    )
+    return spec, fields
+
+
+def state(group_id: str, granularity: int, *fields: CacheFieldSpec) -> Group:
+    return CacheGroupSpec(group_id, "state", "full_history", False, checkpoint_granularity=granularity), fields
+
+
+def exact(field_id: str, plane: str, shape: tuple[int, ...], dtype: str = "uint8") -> CacheFieldSpec:
+    return CacheFieldSpec(field_id, plane, shape, dtype)
+
+
+def flexible(field_id: str, plane: str, shape: tuple[int, ...], dtype: str = "uint8", align: int = 1) -> CacheFieldSpec:
+    return CacheFieldSpec(field_id, plane, shape, dtype, False, align)
+
+
+def paddings(layout: CacheLayout) -> dict[str, float]:
+    return {
+        group_id: layout.lcm_block_bytes / packing / layout.block_bytes(group_id) - 1
+        for group_id, packing in layout.group_packing
+    }
+
+
+def kv_layers(layer_ids: list[int], shape: tuple[int, int, int], dtype: str = "bfloat16") -> list[CacheFieldSpec]:
+    return [
+        exact(f"layer.{layer}.{name}", f"unit.{i}.{name}", shape, dtype)
+        for i, layer in enumerate(layer_ids)
+        for name in ("k", "v")
+    ]
+
+
+E1 = pack([history("full", 16, *kv_layers([0, 1], (16, 2, 8)))], 16, {"full": 1}, 1, math.inf)
+
+
+def test_e1_t1_ordinary_layers_one_block_per_parent() -> None:
+    assert (E1.lcm_block_bytes, E1.packing, [size for _, size in E1.plane_bytes]) == (2048, {"full": 1}, [512] * 4)
+    plan = E1.bind(3)
+    assert [plane.arena_offset_bytes for plane in plan.planes] == [0, 2048, 4096, 6144]
+    assert (plan.arena_bytes, plan.group("full").page_count) == (8192, 4)
+    assert [plan.offset("layer.0.k", page) for page in range(4)] == [0, 512, 1024, 1536]
+    assert [plan.offset("layer.1.v", page) for page in range(4)] == [6144, 6656, 7168, 7680]
+
+
+def test_e2_hybrid_layers_share_the_slabs_of_the_deeper_group() -> None:
+    shape = (64, 2, 64)
+    groups = [
+        history("full", 64, *kv_layers([0], shape)),
+        history("sliding", 64, *kv_layers([1, 2], shape), window=128),
+    ]
+    layout = pack(groups, 64, {"full": 1, "sliding": 1}, 1, math.inf)
+    assert (len(layout.plane_bytes), layout.lcm_block_bytes) == (4, 65_536)
+    assert paddings(layout) == {"full": 1.0, "sliding": 0.0}
+
+
+E3 = pack([history("a", 1, exact("fa", "p0", (6,))), history("b", 1, exact("fb", "p0", (4,)))], 1)
+
+
+def test_e3_t2_exact_fields_fix_the_ratio() -> None:
+    assert (E3.packing, dict(E3.plane_bytes)) == ({"a": 2, "b": 3}, {"p0": 12})
+    assert [field.page_stride_bytes for field in E3.fields] == [6, 4]
+    plan = E3.bind(2)
+    assert plan.arena_bytes == 36
+    assert [plan.offset("fa", page) for page in range(5)] == [6, 12, 18, 24, 30]
+    assert [plan.offset("fb", page) for page in range(7)] == [8, 12, 16, 20, 24, 28, 32]
+
+
+def test_e3_a_flexible_field_takes_what_the_exact_one_leaves() -> None:
+    groups = [history("a", 1, exact("fa", "p0", (6,))), history("b", 1, flexible("fb", "p0", (4,)))]
+    layout = pack(groups, 1, max_padding_fraction=0.5)
+    assert (layout.packing, dict(layout.plane_bytes)) == ({"a": 1, "b": 1}, {"p0": 6})
+    assert paddings(layout) == {"a": 0.0, "b": 0.5}
+    with pytest.raises(ValueError, match="would waste 2 bytes"):
+        pack(groups, 1, max_padding_fraction=0.49)
+
+
+def kimi_k3(tensor_parallel: int, latent_dtype: str) -> CacheLayout:
+    """24 latent layers and 69 state layers in three consecutive thirds, 93 layers in all."""
+    full_layers = [*range(3, 93, 4), 92]
+    state_layers = [layer for layer in range(93) if layer not in full_layers]
+    latent = [exact(f"layer.{n}.latent_kv", f"slot.{i}", (128, 576), latent_dtype) for i, n in enumerate(full_layers)]
+    groups = [history("full_attention", 128, *latent)]
+    heads = 96 // tensor_parallel
+    for third in range(3):
+        fields = []
+        for i, layer in enumerate(state_layers[third * 23 : third * 23 + 23]):
+            fields.append(flexible(f"layer.{layer}.conv_state", f"slot.{i}", (3 * heads * 128, 3), "bfloat16"))
+            fields.append(flexible(f"layer.{layer}.recurrent_state", f"slot.{i}", (heads, 128, 128), "float32"))
+        groups.append(state(f"linear_attention_{third}", 128, *fields))
+    page = latent[0].payload_bytes
+    state_bytes = sum(field.payload_bytes for field in groups[1][1][:2])
+    full = max(1, -(-state_bytes // page))
+    packing = {spec.group_id: max(1, full * page // state_bytes) for spec, _ in groups} | {"full_attention": full}
+    return pack(groups, 128, packing, 256)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "dtype", "packing", "plane", "parent", "padding"),
+    [
+        (8, "uint8", 12, 884_736, 21_233_664, 0.134044),
+        (8, "bfloat16", 6, 884_736, 21_233_664, 0.134044),
+        (1, "uint8", 89, 6_561_792, 157_483_008, 0.051354),
+        (16, "uint8", 6, 442_368, 10_616_832, 0.134044),
+    ],
+)
+def test_e4_kimi_k3(tensor_parallel: int, dtype: str, packing: int, plane: int, parent: int, padding: float) -> None:
+    layout = kimi_k3(tensor_parallel, dtype)
+    assert layout.packing == {"full_attention": packing} | {f"linear_attention_{i}": 1 for i in range(3)}
+    assert [size for _, size in layout.plane_bytes] == [plane] * 24
+    assert layout.lcm_block_bytes == parent
+    assert paddings(layout)["linear_attention_0"] == pytest.approx(padding, abs=5e-7)
+
+
+def test_t3_t7_kimi_k3_addresses_and_plane_order() -> None:
+    plan = kimi_k3(8, "uint8").bind(4)
+    assert [group.page_count for group in plan.groups] == [49, 5, 5, 5]
+    assert plan.arena_bytes == 106_168_320
+    latent = {0: 811_008, 1: 884_736, 12: 1_695_744, 13: 1_769_472, 48: 4_349_952}
+    assert {page: plan.offset("layer.3.latent_kv", page) for page in latent} == latent
+    assert plan.offset("layer.0.conv_state", 0) == 0
+    assert plan.offset("layer.0.recurrent_state", 2) == 1_797_120
+    assert plan.offset("layer.30.recurrent_state", 4) == 3_566_592
+    assert plan.offset("layer.7.latent_kv", 1) == 5_308_416
+    order = [plane.plane_id for plane in plan.planes]
+    assert order[:3] + order[11:13] == ["slot.0", "slot.1", "slot.10", "slot.19", "slot.2"]
+    assert plan.plane("slot.1").arena_offset_bytes == 4_423_680
+    assert plan.plane("slot.10").arena_offset_bytes == 8_847_360
+
+
+def test_t3_kimi_k3_capacity_report() -> None:
+    layout = kimi_k3(8, "uint8")
+    specs = [history("full_attention", 128)[0], *(state(f"linear_attention_{i}", 128)[0] for i in range(3))]
+    per_request = {f"linear_attention_{i}": 4 for i in range(3)}
+    full, *states = capacity_report(layout.bind(4), specs, per_request_blocks=per_request)
+    assert (full.unit, full.capacity, full.supported_requests, full.dead_bytes) == ("tokens", 6144, None, 0)
+    for row in states:
+        assert (row.unit, row.capacity, row.supported_requests, row.dead_bytes) == ("requests", 1, 1, None)
+        assert row.binding_utilization == pytest.approx(0.8818, abs=5e-5)
+
+
+def gated_delta_net(
+    layers: int, page: tuple[int, int, int], ssm: tuple[int, int, int], conv: int, *, drafts: int = 0, dtype: str
+) -> CacheLayout:
+    labels = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
+    labels += ["full_attention"] * drafts
+    fields: dict[str, list[CacheFieldSpec]] = {}
+    depth: dict[str, int] = {}
+    for layer, group_id in enumerate(split_recurrent_state_groups(labels)):
+        i = depth.setdefault(group_id, 0)
+        depth[group_id] += 1
+        if group_id == "full_attention":
+            pair = [exact(f"layer.{layer}.k", f"unit.{i}.a", page, "bfloat16"),
+                    exact(f"layer.{layer}.v", f"unit.{i}.b", page, "bfloat16")]  # fmt: skip
+        else:
+            pair = [exact(f"layer.{layer}.ssm", f"unit.{i}.a", ssm, dtype),
+                    flexible(f"layer.{layer}.conv", f"unit.{i}.b", (conv, 3), "bfloat16")]  # fmt: skip
+        fields.setdefault(group_id, []).extend(pair)
+    groups = [
+        history(group_id, 128, *declared) if group_id == "full_attention" else state(group_id, 128, *declared)
+        for group_id, declared in fields.items()
+    ]
+    return pack(groups, 128, None, 256, 1 + 2 * drafts / labels[:layers].count("full_attention"))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "dtype", "full", "planes", "parent", "padding"),
+    [
+        (0, "float32", 16, 24, 50_331_648, 0.954198),
+        (1, "float32", 16, 26, 54_525_952, 1.117048),
+        (0, "bfloat16", 8, 24, 25_165_824, 0.910448),
+    ],
+)
+def test_e5_qwen3_next(drafts: int, dtype: str, full: int, planes: int, parent: int, padding: float) -> None:
+    layout = gated_delta_net(48, (128, 2, 256), (32, 128, 128), 2 * 16 * 128 + 32 * 128, drafts=drafts, dtype=dtype)
+    assert layout.packing == {"full_attention": full} | {f"linear_attention_{i}": 1 for i in range(3)}
+    assert (len(layout.plane_bytes), layout.lcm_block_bytes) == (planes, parent)
+    assert paddings(layout)["linear_attention_0"] == pytest.approx(padding, abs=5e-7)
+
+
+E6 = gated_delta_net(4, (128, 1, 64), (2, 32, 32), 2 * 1 * 32 + 2 * 32, dtype="float32")
+
+
+def test_e6_t21_tiny_gated_delta_net() -> None:
+    assert E6.packing == {"full_attention": 1} | {f"linear_attention_{i}": 2 for i in range(3)}
+    assert (dict(E6.plane_bytes), E6.lcm_block_bytes) == ({"unit.0.a": 16_384, "unit.0.b": 16_384}, 32_768)
+    strides = {field.field_id: field.page_stride_bytes for field in E6.fields}
+    assert (strides["layer.0.ssm"], strides["layer.0.conv"]) == (8192, 8192)
+    plan = E6.bind(512)
+    assert [plan.offset("layer.0.ssm", page) for page in (0, 1, 2, 4)] == [8192, 16_384, 24_576, 40_960]
+
+
+def test_e8_deepseek_v41_plane_aligns_to_every_stride() -> None:
+    def fields(group_id: str, layers: int, payload: int) -> list[CacheFieldSpec]:
+        return [flexible(f"layer.{layer}.{group_id}", "unit", (payload,), align=256) for layer in range(layers)]
+
+    groups = [
+        history("swa", 64, *fields("swa", 40, 64 * 528), window=128),
+        history("r2", 64, *fields("r2", 3, 64 * (288 + 68))),
+        history("r1", 64, *fields("r1", 1, 64 * (288 + 68))),
+        history("tail", 2, *fields("tail", 3, 2 * 2 * 512 * 4), window=2),
+    ]
+    layout = pack(groups, 128, {"swa": 1, "r2": 20, "r1": 60, "tail": 54}, 256, 0.05)
+    assert layout.lcm_block_bytes == 1_382_400
+    expected = {"swa": 0.0227, "r2": 0.0112, "r1": 0.0112, "tail": 0.0417}
+    assert paddings(layout) == pytest.approx(expected, abs=5e-5)
+    assert [f.field_id for f in layout.fields if f.group_id == "swa"][:3] == [
+        "layer.0.swa", "layer.1.swa", "layer.10.swa",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensor_parallel", "full", "last"), [(8, 9, 543_744), (1, 72, 4_343_040)])
+def test_e9_glm_plane_without_an_exact_tenant(tensor_parallel: int, full: int, last: int) -> None:
+    heads = 64 // tensor_parallel
+    latent = [exact(f"layer.{i}.latent_kv", f"slot.{i}", (64, 1, 512), "bfloat16") for i in range(11)]
+    index = [flexible(f"layer.{i}.index_k", "slot.11", (16, 132)) for i in range(11)]
+    groups = [history("full_attention", 64, *latent, *index)]
+    for third, depth in enumerate((12, 11, 11)):
+        fields = []
+        for i in range(depth):
+            layer = 100 * (third + 1) + i
+            fields.append(flexible(f"layer.{layer}.conv", f"slot.{i}", (3 * heads * 128, 3), "bfloat16"))
+            fields.append(flexible(f"layer.{layer}.recurrent", f"slot.{i}", (heads, 128, 128), "float32"))
+        groups.append(state(f"linear_attention_{third}", 64, *fields))
+    pinned = {spec.group_id: full if spec.group_id == "full_attention" else 1 for spec, _ in groups}
+    layout = pack(groups, 64, pinned, 256)
+    assert dict(layout.plane_bytes) == {f"slot.{i}": full * 65_536 for i in range(11)} | {"slot.11": last}
+    assert layout.lcm_block_bytes == 11 * full * 65_536 + last
+    if tensor_parallel == 8:
+        assert layout.lcm_block_bytes == 7_031_808
+        assert list(paddings(layout).values()) == pytest.approx([0.05, 0.0797, 0.1779, 0.1779], abs=5e-5)
+
+
+def test_contradictory_ratios_fail_the_exact_check_and_name_the_widest_tenant() -> None:
+    groups = [
+        history("a", 1, exact("fa0", "p0", (6,)), exact("fa1", "p1", (4,))),
+        history("b", 1, exact("fb0", "p0", (4,)), exact("fb1", "p1", (4,))),
+    ]
+    with pytest.raises(ValueError, match=r"'fb0'.*'p0' of 6 bytes gives 6.*widest tenant is cache group 'a'"):
+        pack(groups, 1, max_padding_fraction=math.inf)
+
+
+def test_exact_ratios_are_solved_through_chains_and_reduced() -> None:
+    groups = [
+        history("a", 1, exact("fa", "p0", (12,))),
+        history("b", 1, exact("fb0", "p0", (8,)), exact("fb1", "p1", (10,))),
+        history("c", 1, exact("fc", "p1", (15,))),
+        history("d", 1, exact("fd", "p2", (5,))),
+    ]
+    layout = pack(groups, 1, max_padding_fraction=math.inf)
+    # 12 a = 8 b and 10 b = 15 c; d shares nothing and keeps its ratio to the widest group (18 // 5).
+    assert layout.packing == {"a": 2, "b": 3, "c": 2, "d": 3}
+
+
+A = history("a", 2, exact("fa", "p", (4,)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([A], {"prefix_granularity": 0}, "prefix_granularity"),
+        ([A], {"prefix_granularity": 3}, "does not divide"),
+        ([A], {"alignment": 0}, "alignment"),
+        ([A], {"max_padding_fraction": -0.1}, "max_padding_fraction"),
+        ([A], {"max_padding_fraction": math.nan}, "max_padding_fraction"),
+        ([A], {"cache_blocks_per_lcm_block": {"b": 1}}, "undeclared cache groups: b"),
+        ([A], {"cache_blocks_per_lcm_block": {"a": True}}, "packing of cache group"),
+        ([A], {"cache_blocks_per_lcm_block": {"a": 0}}, "packing of cache group"),
+        ([A], {"cache_blocks_per_lcm_block": {"a": 2**62}}, "exceeds 2"),
+        ([], {}, "no cache group"),
+        ([A, A], {}, "group ids must be unique"),
+        ([A, history("b", 2, exact("fa", "p", (4,)))], {}, "field ids must be unique"),
+        ([history("a", 2)], {}, "no fields"),
+    ],
+)
+def test_malformed_input_is_refused(groups: list[Group], options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(groups, **({"prefix_granularity": 2} | options))
+
+
+def test_partly_pinned_packing_keeps_the_rest_derived() -> None:
+    groups = [history("a", 1, flexible("fa", "p0", (8,))), history("b", 1, flexible("fb", "p1", (4,)))]
+    assert pack(groups, 1, {"a": 3}, 1, math.inf).packing == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.0])
+def test_bind_refuses_what_is_no_count(count: object) -> None:
+    with pytest.raises(ValueError, match="num_lcm_blocks"):
+        E1.bind(count)  # pyright: ignore[reportArgumentType]
+
+
+def test_bind_refuses_ids_beyond_int32() -> None:
+    assert E3.bind((2**31 - 1) // 3).group("b").page_count == 2**31 - 1
+    with pytest.raises(ValueError, match="int32"):
+        E3.bind((2**31 - 1) // 3 + 1)
+
+
+@pytest.mark.parametrize("page", [-1, 4, True, 1.0])
+def test_offset_refuses_what_is_no_page(page: object) -> None:
+    with pytest.raises(IndexError, match="outside"):
+        E1.bind(3).offset("layer.0.k", page)  # pyright: ignore[reportArgumentType]
+
+
+@st.composite
+def declarations(draw: st.DrawFn) -> list[Group]:
+    """Up to four groups over three planes, of mixed element sizes, some fields exact."""
+    groups = []
+    numbers = itertools.count()
+    for index in range(draw(st.integers(1, 4))):
+        fields = []
+        for _ in range(draw(st.integers(1, 3))):
+            is_exact = draw(st.integers(0, 5)) == 0
+            fields.append(
+                CacheFieldSpec(
+                    f"layer.{next(numbers)}.x",
+                    f"p{draw(st.integers(0, 2))}",
+                    (draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))),
+                    draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
+                    is_exact,
+                    1 if is_exact else draw(st.sampled_from([1, 1, 4])),
+                )
+            )
+        groups.append(history(f"g{index}", draw(st.sampled_from([1, 2, 4])), *fields))
+    return groups
+
+
+def pack_or_reject(groups: list[Group], alignment: int, limit: float = math.inf) -> CacheLayout:
+    """Rejects the example when its exact fields have no solution."""
+    try:
+        return pack(groups, 4, None, alignment, limit)
+    except ValueError as error:
+        assume("bytes apart" not in str(error) and "waste" not in str(error))
+        raise
+
+
+@settings(max_examples=150, deadline=None)
+@given(declarations(), st.sampled_from([1, 8, 256]), st.sampled_from([0.5, 2.0, math.inf]))
+def test_every_layout_tiles_its_planes(groups: list[Group], alignment: int, limit: float) -> None:
+    layout = pack_or_reject(groups, alignment, limit)
+    planes = dict(layout.plane_bytes)
+    declared = {field.field_id: field for _, fields in groups for field in fields}
+    assert layout.lcm_block_bytes >= sum(planes.values())
+    assert all(padding <= limit for padding in paddings(layout).values())
+    for group_id, packing in layout.group_packing:
+        assert layout.lcm_block_bytes % packing == 0
+        raw = sum(f.payload_bytes for spec, fields in groups if spec.group_id == group_id for f in fields)
+        assert layout.block_bytes(group_id) == raw
+    for plane in planes.values():
+        assert plane % alignment == 0
+    for field in layout.fields:
+        spec = declared[field.field_id]
+        element = spec.payload_bytes // math.prod(spec.shape)
+        assert field.page_stride_bytes * layout.packing[field.group_id] == planes[field.plane_id]
+        assert field.field_offset_bytes % element == 0
+        assert field.page_stride_bytes % element == 0
+        assert field.page_stride_bytes % spec.page_stride_alignment_bytes == 0
+        if spec.exact_page_stride:
+            assert (field.page_stride_bytes, field.field_offset_bytes) == (field.payload_bytes, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(declarations(), st.sampled_from([1, 8]), st.integers(1, 3))
+def test_live_pages_never_share_a_byte_outside_a_common_parent(
+    groups: list[Group], alignment: int, parents: int
+) -> None:
+    plan = pack_or_reject(groups, alignment).bind(parents)
+    parent_of: dict[int, int] = {}
+    for group in plan.groups:
+        packing = group.cache_blocks_per_lcm_block
+        assert group.page_count == 1 + parents * packing
+        seen: set[int] = set()
+        for page in range(group.page_count):
+            segments = plan.block_byte_segments(group.group_id, page)
+            assert sum(size for _, size in segments) == plan.block_bytes(group.group_id)
+            touched = {byte for start, size in segments for byte in range(start, start + size)}
+            assert len(touched) == plan.block_bytes(group.group_id)
+            assert not touched & seen
+            seen |= touched
+            parent = 0 if page == 0 else 1 + (page - 1) // packing
+            assert all(parent_of.setdefault(byte, parent) == parent for byte in touched)
+    assert max(parent_of) < plan.plane_buffer_bytes <= plan.arena_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(declarations(), st.integers(1, 5))
+def test_row_form_addresses_the_same_bytes(groups: list[Group], parents: int) -> None:
+    plan = pack_or_reject(groups, 8).bind(parents)
+    for field in plan.fields:
+        packing = plan.group(field.group_id).cache_blocks_per_lcm_block
+        start = plan.plane(field.plane_id).arena_offset_bytes
+        for page in range(plan.group(field.group_id).page_count):
+            row = page + packing - 1
+            assert plan.offset(field.field_id, page) == start + row * field.page_stride_bytes + field.field_offset_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(declarations(), st.randoms(use_true_random=False), st.sampled_from([1, 256]))
+def test_declaration_order_does_not_matter(groups: list[Group], random: object, alignment: int) -> None:
+    layout = pack_or_reject(groups, alignment)
+    shuffled = [(spec, tuple(random.sample(fields, len(fields)))) for spec, fields in groups]  # pyright: ignore
+    random.shuffle(shuffled)  # pyright: ignore
+    assert pack(shuffled, 4, None, alignment, math.inf) == layout
+
+
+@settings(max_examples=100, deadline=None)
+@given(declarations(), st.sampled_from([1, 256]))
+def test_pinning_the_derived_packing_reproduces_the_layout(groups: list[Group], alignment: int) -> None:
+    layout = pack_or_reject(groups, alignment)
+    assert pack(groups, 4, layout.packing, alignment, math.inf) == layout
+
+
+@settings(max_examples=60, deadline=None)
+@given(declarations(), st.integers(1, 9))
+def test_json_round_trip_and_capacity_independence(groups: list[Group], parents: int) -> None:
+    layout = pack_or_reject(groups, 1)
+    plan = layout.bind(parents)
+    assert CacheLayout.from_json(layout.to_json()) == layout
+    assert CacheMemoryPlan.from_json(plan.to_json()) == plan
+    assert hash(plan) == hash(layout.bind(parents))
+    other = layout.bind(parents + 1)
+    assert (other.fields, other.lcm_block_bytes) == (plan.fields, plan.lcm_block_bytes)
+
+
+def test_json_that_is_no_plan_is_refused() -> None:
+    text = E1.bind(3).to_json()
+    with pytest.raises(ValueError, match="do not follow"):
+        CacheMemoryPlan.from_json(text.replace('"page_count": 4', '"page_count": 5'))
+    with pytest.raises(ValueError, match="tile"):
+        CacheLayout.from_json(E1.to_json().replace('"page_stride_bytes": 512', '"page_stride_bytes": 256'))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 600),
+    st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["uint8", "bfloat16", "float32"])), min_size=1, max_size=3),
+    st.sampled_from([1, 4, 16]),
+)
+def test_flexible_group_takes_the_largest_count_that_divides_its_planes(
+    fixed: int, fields: list[tuple[int, str]], alignment: int
+) -> None:
+    tenant = [exact("layer.0.k", "p", (fixed * alignment,))]
+    guest = [flexible(f"layer.{i + 1}.x", "p", (size,), dtype) for i, (size, dtype) in enumerate(fields)]
+    span, elements = 0, 1
+    for field in guest:
+        element = field.payload_bytes // field.shape[0]
+        span = -(-span // element) * element + field.payload_bytes
+        elements = math.lcm(elements, element)
+    plane = fixed * alignment
+    counts = [c for c in range(1, plane // span + 1) if plane % (c * elements) == 0]
+    assume(counts)
+    # A second plane makes the exact group the largest, so that its own packing stays 1.
+    groups = [history("big", 1, *tenant, exact("layer.9.k", "q", (plane,))), history("guest", 1, *guest)]
+    layout = pack(groups, 1, None, alignment, math.inf)
+    assert layout.packing == {"big": 1, "guest": max(counts)}
