@@ -104,6 +104,12 @@ def test_top_p_of_a_large_vocabulary_is_that_of_float64_whatever_the_order(seed:
     assert weights[kept].min() > weights[~kept].max(initial=0.0)
 
 
+def test_top_p_that_is_reached_exactly_takes_no_further_token() -> None:
+    weights = jnp.asarray([[0.25, 1.0, 0.25, 0.5]], jnp.float32)  # of a mass of 2
+    for share, count in ((0.5, 1), (0.75, 2), (0.875, 4)):
+        assert int(in_top_p(weights, jnp.asarray([share], jnp.float32)).sum()) == count
+
+
 @pytest.mark.parametrize("weight", [1.0, 1.0 - 2.0**-24])
 def test_the_largest_vocabulary_does_not_overflow_the_integer_sums(weight: float) -> None:
     weights = jnp.full((1, sampler.MAX_VOCAB), 2.0**-20, jnp.float32).at[0, : sampler.MAX_VOCAB // 2].set(weight)
