@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+
 from tokenspeed_jax.pallas_kernels.pages import PageView
 
 Implementation = Literal["reference", "xla", "mosaic"]
@@ -25,8 +26,8 @@ def check_pages(q: jax.Array, k: PageView, v: PageView) -> None:
     """Raises ValueError where the queries and the pages do not fit together."""
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, head dim], got shape {q.shape}")
-    if k.page_shape != v.page_shape:
-        raise ValueError(f"pages of k {k.page_shape} and of v {v.page_shape} differ")
+    if (k.page_shape, k.dtype) != (v.page_shape, v.dtype):
+        raise ValueError(f"pages of k {k.dtype}{k.page_shape} and of v {v.dtype}{v.page_shape} differ")
     _, kv_heads, dim = k.page_shape
     if q.shape[2] != dim:
         raise ValueError(f"q has head dim {q.shape[2]}, the pages have {dim}")
@@ -41,6 +42,15 @@ def check_vectors(page_table: jax.Array, vectors: Mapping[str, tuple[jax.Array, 
     for name, (vector, length) in vectors.items():
         if vector.shape != (length,) or not jnp.issubdtype(vector.dtype, jnp.integer):
             raise ValueError(f"{name} must be {length} integers, got {vector.dtype}{list(vector.shape)}")
+
+
+def choose_implementation(asked: Implementation | None, refusal: str | None) -> Implementation:
+    """The implementation that was asked for, else the fastest; ValueError when Mosaic was asked for and refuses."""
+    if asked is None:
+        return "xla" if refusal else "mosaic"
+    if asked == "mosaic" and refusal:
+        raise ValueError(f"implementation 'mosaic' cannot serve this call: {refusal}")
+    return asked
 
 
 def hopper_refusal() -> str | None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
+
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 

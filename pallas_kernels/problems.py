@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.pallas_kernels.pages import PageView
 
 

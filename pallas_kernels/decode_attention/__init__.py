@@ -2,6 +2,8 @@
 
 import jax
 from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import MAX_GROUP, decode_attention_mosaic
 from tokenspeed_jax.pallas_kernels.decode_attention.reference import decode_attention_reference
 from tokenspeed_jax.pallas_kernels.decode_attention.xla import decode_attention_xla
 from tokenspeed_jax.pallas_kernels.implementations import (
@@ -9,11 +11,31 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     check_implementation,
     check_pages,
     check_vectors,
+    choose_implementation,
+    hopper_refusal,
+    shape_refusal,
 )
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
-__all__ = ["decode_attention"]
+__all__ = ["decode_attention", "mosaic_refusal"]
+
+
+def mosaic_refusal(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, tokens_per_page: int, dtype: str, kv_dtype: str
+) -> str | None:
+    """Why the kernel for Hopper GPUs cannot serve these layers on the default device; None when it can."""
+    refusal = hopper_refusal() or shape_refusal(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_page=tokens_per_page,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    if refusal is None and num_heads // num_kv_heads > MAX_GROUP:
+        return f"{num_heads // num_kv_heads} query heads per KV head exceed {MAX_GROUP}"
+    return refusal
 
 
 def decode_attention(
@@ -55,7 +77,21 @@ def decode_attention(
     check_vectors(page_table, {"kv_lens": (kv_lens, rows)})
     if page_table.shape[0] != rows:
         raise ValueError(f"page_table has {page_table.shape[0]} rows, q has {rows}")
-    if implementation == "reference":
-        return decode_attention_reference(q, k, v, page_table, kv_lens, rule)
+    implementation = choose_implementation(
+        implementation,
+        mosaic_refusal(
+            num_heads=q.shape[1],
+            num_kv_heads=k.page_shape[1],
+            head_dim=q.shape[2],
+            tokens_per_page=k.tokens_per_page,
+            dtype=q.dtype.name,
+            kv_dtype=k.dtype,
+        ),
+    )
+    functions = {
+        "reference": decode_attention_reference,
+        "xla": decode_attention_xla,
+        "mosaic": decode_attention_mosaic,
+    }
     with jax.named_scope("decode_attention"):
-        return decode_attention_xla(q, k, v, page_table, kv_lens, rule)
+        return functions[implementation](q, k, v, page_table, kv_lens, rule)

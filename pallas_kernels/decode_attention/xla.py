@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.pallas_kernels.online_softmax import (
     OnlineSoftmax,
     padded_table,

@@ -2,18 +2,38 @@
 
 import jax
 from jaxtyping import Array, Float, Int
+
 from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     check_pages,
     check_vectors,
+    choose_implementation,
+    hopper_refusal,
+    shape_refusal,
 )
 from tokenspeed_jax.pallas_kernels.pages import PageView
+from tokenspeed_jax.pallas_kernels.prefill_attention.mosaic import prefill_attention_mosaic
 from tokenspeed_jax.pallas_kernels.prefill_attention.reference import prefill_attention_reference
 from tokenspeed_jax.pallas_kernels.prefill_attention.xla import prefill_attention_xla
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
-__all__ = ["prefill_attention"]
+__all__ = ["mosaic_refusal", "prefill_attention"]
+
+
+def mosaic_refusal(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, tokens_per_page: int, dtype: str, kv_dtype: str
+) -> str | None:
+    """Why the kernel for Hopper GPUs cannot serve these layers on the default device; None when it can."""
+    refusal = hopper_refusal() or shape_refusal(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_page=tokens_per_page,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    return refusal
 
 
 def prefill_attention(
@@ -58,7 +78,21 @@ def prefill_attention(
     check_pages(q, k, v)
     rows = page_table.shape[0]
     check_vectors(page_table, {"kv_lens": (kv_lens, rows), "query_starts": (query_starts, rows + 1)})
-    if implementation == "reference":
-        return prefill_attention_reference(q, k, v, page_table, query_starts, kv_lens, rule)
+    implementation = choose_implementation(
+        implementation,
+        mosaic_refusal(
+            num_heads=q.shape[1],
+            num_kv_heads=k.page_shape[1],
+            head_dim=q.shape[2],
+            tokens_per_page=k.tokens_per_page,
+            dtype=q.dtype.name,
+            kv_dtype=k.dtype,
+        ),
+    )
+    functions = {
+        "reference": prefill_attention_reference,
+        "xla": prefill_attention_xla,
+        "mosaic": prefill_attention_mosaic,
+    }
     with jax.named_scope("prefill_attention"):
-        return prefill_attention_xla(q, k, v, page_table, query_starts, kv_lens, rule)
+        return functions[implementation](q, k, v, page_table, query_starts, kv_lens, rule)

@@ -37,7 +37,9 @@ class QueryTiles(NamedTuple):
         query_lens = query_starts[1:] - query_starts[:-1]
         ends = jnp.cumsum((query_lens + tile - 1) // tile)
         index = jnp.arange(max_tiles(num_tokens, num_rows, tile), dtype=jnp.int32)
-        row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), num_rows - 1).astype(jnp.int32)
+        # Comparing with every row is one small fusion; a binary search would be a loop that the host drives.
+        row = jnp.searchsorted(ends, index, side="right", method="compare_all")
+        row = jnp.minimum(row, num_rows - 1).astype(jnp.int32)
         offset = (index - jnp.where(row > 0, ends[row - 1], 0)) * tile
         length = jnp.where(index < ends[-1], jnp.clip(query_lens[row] - offset, 0, tile), 0)
         position = kv_lens[row] - query_lens[row] + offset

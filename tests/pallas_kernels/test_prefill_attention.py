@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
 from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
 from tokenspeed_jax.pallas_kernels.prefill_attention.tiles import QueryTiles, max_tiles

@@ -1,0 +1,130 @@
+"""The Mosaic kernels on a Hopper GPU against their references, at the shapes that models have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tokenspeed_jax.pallas_kernels import decode_attention as decode_op
+from tokenspeed_jax.pallas_kernels import prefill_attention as prefill_op
+from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
+from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import DecodeTiling, decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
+from tokenspeed_jax.pallas_kernels.problems import PagedProblem
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+
+DECODE_LENS = (0, 1, 63, 64, 65, 1000, 2500, 4096)
+PREFILL_ROWS = ((1, 700), (0, 0), (130, 130), (64, 1024), (333, 1100), (128, 128), (7, 64))
+
+RULES = {
+    "plain": {},
+    "window": {"sliding_window": 130},
+    "soft_cap": {"soft_cap": 20.0},
+    "window_and_soft_cap": {"sliding_window": 1024, "soft_cap": 50.0},
+}
+# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, multi-query, and a group that fills the matrix rows.
+GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    refusal = decode_op.hopper_refusal()
+    if refusal:
+        pytest.skip(refusal)
+
+
+def assert_close(actual, expected):
+    """Relative error in the norm, as bf16 outputs of a float32 computation allow; no NaN passes."""
+    actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
+    assert np.isfinite(actual).all()
+    assert np.linalg.norm(actual - expected) <= 6e-3 * np.linalg.norm(expected)
+
+
+def problem_for(geometry, rows, rule, seed=0, **options):
+    heads, kv_heads, dim = geometry
+    return PagedProblem.random(
+        np.random.default_rng(seed),
+        query_lens=[row[0] for row in rows],
+        kv_lens=[row[1] for row in rows],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        sliding_window=rule.get("sliding_window"),
+        **{"dtype": jnp.bfloat16, **options},
+    )
+
+
+def decode(problem, implementation, rule):
+    function = functools.partial(decode_attention, scale=0.1, implementation=implementation, **rule)
+    return jax.jit(function)(*problem.decode_arguments())
+
+
+def prefill(problem, implementation, rule):
+    function = functools.partial(prefill_attention, scale=0.1, implementation=implementation, **rule)
+    return jax.jit(function)(*problem.prefill_arguments())
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_decode_equals_the_reference(geometry, rule):
+    problem = problem_for(geometry, [(1, length) for length in DECODE_LENS], rule, columns=70)
+    out = decode(problem, "mosaic", rule)
+    assert_close(out, decode(problem, "reference", rule))
+    np.testing.assert_array_equal(np.asarray(out[0], np.float32), 0.0)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 70])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_decode_is_right_for_any_number_of_splits(splits, dtype):
+    problem = problem_for((32, 8, 128), [(1, length) for length in DECODE_LENS], {}, columns=70, dtype=dtype)
+    out = decode_attention_mosaic(*problem.decode_arguments(), ScoreRule(0.1), tiling=DecodeTiling(splits, 2))
+    assert_close(out, decode(problem, "reference", {}))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_prefill_equals_the_reference(geometry, rule):
+    problem = problem_for(geometry, PREFILL_ROWS, rule, columns=18, num_tokens=704)
+    out = prefill(problem, "mosaic", rule)
+    assert_close(out, prefill(problem, "reference", rule))
+    np.testing.assert_array_equal(np.asarray(out[663:], np.float32), 0.0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 65])
+def test_prefill_of_few_tokens_equals_the_reference(num_tokens):
+    problem = problem_for((32, 8, 128), [(num_tokens, 500)], {}, dtype=jnp.float16)
+    assert_close(prefill(problem, "mosaic", {}), prefill(problem, "reference", {}))
+
+
+def test_the_kernels_repeat_bit_for_bit():
+    """A race would move the bits."""
+    decoded = problem_for((32, 8, 128), [(1, 4000)] * 40, {})
+    chunk = problem_for((32, 8, 128), [(700, 2000), (900, 900)], {})
+    first = decode(decoded, "mosaic", {}), prefill(chunk, "mosaic", {})
+    for _ in range(5):
+        np.testing.assert_array_equal(decode(decoded, "mosaic", {}), first[0])
+        np.testing.assert_array_equal(prefill(chunk, "mosaic", {}), first[1])
+
+
+def test_mosaic_serves_bf16_by_default_and_xla_serves_float32():
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 64}
+    for op in (decode_op, prefill_op):
+        assert op.mosaic_refusal(**shape, dtype="bfloat16", kv_dtype="bfloat16") is None
+        assert "float32" in op.mosaic_refusal(**shape, dtype="float32", kv_dtype="float32")
+    problem = problem_for((32, 8, 128), [(1, 300), (1, 64)], {}, dtype=jnp.float32)
+    for run in (decode, prefill):
+        np.testing.assert_allclose(run(problem, None, {}), run(problem, "reference", {}), atol=2e-6)
+
+
+def test_the_pages_are_read_in_place():
+    """No copy of a plane: the compiled step's temporaries stay far below one."""
+    problem = problem_for((32, 8, 128), [(1, 4096)] * 8, {})
+    plane_bytes = problem.k.plane.nbytes
+    for function, arguments in (
+        (decode_attention, problem.decode_arguments()),
+        (prefill_attention, problem.prefill_arguments()),
+    ):
+        compiled = jax.jit(functools.partial(function, scale=0.1, implementation="mosaic")).lower(*arguments).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < plane_bytes // 8
