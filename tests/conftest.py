@@ -1,0 +1,43 @@
+"""Checkpoints and golden outputs that tests of several parts use."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenspeed_jax.weights.demo import demo_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Callable[[str], Path]:
+    """`tiny_checkpoint(family)`: the folder of a tiny model, see tests/golden/README.md."""
+    return lambda family: GOLDEN / "tiny" / family
+
+
+@pytest.fixture(scope="session")
+def tiny_golden() -> Callable[[str], Any]:
+    """`tiny_golden(family)`: what transformers computes for it."""
+    return functools.cache(lambda family: json.loads((GOLDEN / "tiny" / f"{family}.json").read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="session")
+def real_golden() -> Callable[[str], Any]:
+    """`real_golden(name)`: what transformers computes for smollm2-135m or gemma3-270m."""
+    return functools.cache(lambda name: json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, fetched once into the cache folder."""
+    return demo_checkpoint("smollm2-135m", progress=False)
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m_path() -> Path:
+    """The GGUF file of Gemma 3 270M, fetched once into the cache folder."""
+    return demo_checkpoint("gemma3-270m", progress=False)

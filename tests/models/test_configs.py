@@ -1,0 +1,128 @@
+"""`config.json` in its old and new spellings, and refusals that name the field."""
+
+import json
+
+import pytest
+
+from tokenspeed_jax.models.hf_config import UnsupportedConfig
+from tokenspeed_jax.models.registry import MODEL_FAMILIES, resolve_model
+from tokenspeed_jax.models.rope import LinearScaling, YarnScaling
+
+
+@pytest.fixture
+def tiny_config(tiny_checkpoint):
+    return lambda family: json.loads((tiny_checkpoint(family) / "config.json").read_text())
+
+
+def resolved(config, *absent, **changes):
+    fields = {key: value for key, value in (config | changes).items() if key not in absent}
+    return resolve_model(fields)[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "mlp_bias", True),
+        ("mistral", "hidden_act", "gelu"),
+        ("qwen3", "hidden_act", "gelu"),
+        ("olmo3", "hidden_act", "gelu"),
+        ("gemma3", "hidden_activation", "silu"),
+        ("gemma3", "use_bidirectional_attention", True),
+        ("gemma3", "layer_types", ["chunked_attention"] * 6),
+        ("gemma3", "layer_types", ["full_attention"]),
+        ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("llama", "hidden_size", "64"),
+        ("llama", "hidden_size", 0),
+        ("llama", "num_hidden_layers", True),
+        ("llama", "rms_norm_eps", float("nan")),
+        ("llama", "tie_word_embeddings", 1),
+        ("llama", "num_key_value_heads", 3),
+    ],
+)
+def test_field_that_is_not_served_is_named(family, field, value, tiny_config):
+    with pytest.raises(UnsupportedConfig, match=field):
+        resolved(tiny_config(family), **{field: value})
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings"])
+def test_field_that_is_missing_is_named(field, tiny_config):
+    with pytest.raises(UnsupportedConfig, match=f"no {field}"):
+        resolved(tiny_config("llama"), field)
+
+
+def test_unknown_architecture_lists_the_supported_ones(tiny_config):
+    with pytest.raises(UnsupportedConfig, match="'BertModel'") as error:
+        resolved(tiny_config("llama"), architectures=["BertModel"])
+    for name in MODEL_FAMILIES:
+        assert name in str(error.value)
+    with pytest.raises(UnsupportedConfig, match="no architectures"):
+        resolved(tiny_config("llama"), "architectures")
+
+
+def test_head_dim_defaults_as_each_family_does(tiny_config):
+    assert resolved(tiny_config("llama"), "head_dim").head_dim == 64 // 4
+    assert resolved(tiny_config("qwen3"), "head_dim").head_dim == 128
+    assert resolved(tiny_config("gemma3"), "head_dim").head_dim == 256
+    with pytest.raises(UnsupportedConfig, match="no head_dim"):
+        resolved(tiny_config("llama"), "head_dim", num_attention_heads=5, num_key_value_heads=5)
+
+
+def test_llama2_config_without_key_value_heads_has_one_for_each_head(tiny_config):
+    assert resolved(tiny_config("llama"), "num_key_value_heads").num_kv_heads == 4
+
+
+def test_mistral_window_is_on_every_layer_and_null_turns_it_off(tiny_config):
+    assert resolved(tiny_config("mistral")).windows == (32,) * 4
+    assert resolved(tiny_config("mistral"), sliding_window=None).windows == (None,) * 4
+    assert resolved(tiny_config("mistral"), "sliding_window").windows == (4096,) * 4
+
+
+def test_qwen3_windows_need_the_switch_and_start_at_a_layer(tiny_config):
+    config = tiny_config("qwen3") | {"sliding_window": 16}
+    assert resolved(config).windows == (None,) * 4
+    on = resolved(config, "layer_types", use_sliding_window=True, max_window_layers=3)
+    assert on.windows == (None, None, None, 16)
+
+
+def test_gemma3_old_config_says_the_same_as_the_new_one(tiny_config):
+    new = tiny_config("gemma3")
+    old_fields = {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 3}
+    assert resolved(new, "rope_parameters", "layer_types", **old_fields) == resolved(new)
+
+
+def test_gemma3_scaling_is_for_full_layers_alone(tiny_config):
+    config = resolved(tiny_config("gemma3"), "rope_parameters", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    scalings = [rope.scaling for rope in config.ropes]
+    assert scalings == [None, None, LinearScaling(8.0)] * 2
+    assert [rope.theta for rope in config.ropes] == [10000.0, 10000.0, 1000000.0] * 2
+
+
+def test_gemma3_pattern_defaults_to_five_sliding_to_one_full(tiny_config):
+    windows = resolved(tiny_config("gemma3"), "layer_types").windows
+    assert windows == (32,) * 5 + (None,)
+
+
+def test_gemma3_scores_are_scaled_by_the_query_scalar_and_capped(tiny_config):
+    spec = resolved(tiny_config("gemma3"), query_pre_attn_scalar=64, attn_logit_softcapping=50.0).attention_layers()[0]
+    assert (spec.scale, spec.soft_cap) == (1 / 8, 50.0)
+
+
+def test_olmo3_yarn_is_for_full_layers_alone_in_both_spellings(tiny_config):
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "attention_factor": 1.2}
+    old = resolved(tiny_config("olmo3"), "rope_parameters", rope_theta=500000.0, rope_scaling=yarn)
+    kinds = {
+        "full_attention": {"rope_theta": 500000.0, **yarn},
+        "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+    }
+    assert resolved(tiny_config("olmo3"), rope_parameters=kinds) == old
+    assert [isinstance(rope.scaling, YarnScaling) for rope in old.ropes] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "olmo3"])
+def test_configurations_are_hashable_and_list_their_layers(family, tiny_config):
+    config = resolved(tiny_config(family))
+    assert hash(config) == hash(resolved(tiny_config(family)))
+    layers = config.attention_layers()
+    assert [spec.layer_id for spec in layers] == list(range(config.num_layers))
+    assert all((spec.num_heads, spec.num_kv_heads) == (4, 2) for spec in layers)
