@@ -1,0 +1,221 @@
+#include "tests/cache_workload.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "tests/testing.h"
+
+namespace tokenspeed::testing {
+
+void CacheWorkload::Run() {
+  while (!bytes_.empty() && FailureCount() == 0) {
+    Step();
+    for (Request& request : requests_) CheckTables(request);
+  }
+  while (!requests_.empty()) Leave(0, false);
+  EXPECT_EQ(cache_.NumAvailableLcmBlocks(), cache_.device_pool().NumLcmBlocks());
+  EXPECT_TRUE(cache_.ClearDeviceCache());
+  EXPECT_EQ(cache_.NumEmptyLcmBlocks(), cache_.device_pool().NumLcmBlocks());
+}
+
+int32_t CacheWorkload::Below(int32_t bound) {
+  if (bytes_.empty()) return 0;
+  const int32_t value = bytes_.front() % bound;
+  bytes_ = bytes_.subspan(1);
+  return value;
+}
+
+std::vector<CacheGroupSpec> CacheWorkload::ChooseSpecs() {
+  const std::vector<std::vector<CacheGroupSpec>> all = {
+      {Full(4)},
+      {Full(4, 3), Window(6, 2, 2)},
+      {Full(2, 4, 2), Window(5, 4), Window(1, 4)},
+      {Full(4), State(4, 2), Window(9, 1, 6, 3)},
+      {Window(7, 2, 4, 4)},
+  };
+  return all[static_cast<std::size_t>(Below(static_cast<int32_t>(all.size())))];
+}
+
+void CacheWorkload::Step() {
+  const int32_t choice = Below(8);
+  if (requests_.empty() || choice == 0) return Arrive();
+  const auto i = static_cast<std::size_t>(Below(static_cast<int32_t>(requests_.size())));
+  if (choice <= 5) return Advance(requests_[i]);
+  if (choice == 6) return Leave(i, Below(4) > 0);
+  const bool clearable = cache_.CacheIsClearable();
+  EXPECT_EQ(cache_.ClearDeviceCache(), clearable);
+}
+
+void CacheWorkload::Arrive() {
+  Request request;
+  const int32_t family = Below(3);
+  const int32_t shared = Below(24);
+  request.prompt = 1 + Below(24);
+  ++arrivals_;
+  for (int32_t i = 0; i < request.prompt; ++i) request.tokens.push_back(i < shared ? family : 100 + arrivals_);
+  request.tables = cache_.MakeTables();
+  request.known_slots.assign(specs_.size(), 0);
+  request.known_frontiers.assign(specs_.size(), 0);
+
+  std::vector<PrefixHash> candidates;
+  ExtendPrefixHashes(request.tokens, kPrefixGranularity, (request.prompt - 1) / kPrefixGranularity, candidates);
+  const PrefixProbe probe = cache_.ProbePrefix(candidates);
+  const int32_t hit = probe.device_prefix_tokens();
+  if (!Prefill(request, probe, hit, {})) return;
+  hits_ += hit > 0 ? 1 : 0;
+  candidates.resize(static_cast<std::size_t>(hit / kPrefixGranularity));
+  request.hashes = candidates;
+  for (std::size_t g = 0; g < specs_.size(); ++g) CheckHit(request, g, probe.device.masks[g]);
+  requests_.push_back(std::move(request));
+}
+
+void CacheWorkload::Advance(Request& request) {
+  std::vector<PrefixHash> hashes = request.hashes;
+  const RequestProgress progress = Progress(request, hashes);
+  const bool admitted = request.computed < request.prompt
+                            ? Prefill(request, cache_.ProbePrefix({}), request.computed, progress)
+                            : Decode(request, progress);
+  if (admitted) request.hashes = hashes;
+}
+
+RequestProgress CacheWorkload::Progress(const Request& request, std::vector<PrefixHash>& hashes) const {
+  const auto first_new = static_cast<int32_t>(hashes.size());
+  ExtendPrefixHashes(request.tokens, kPrefixGranularity, request.computed / kPrefixGranularity, hashes);
+  if (first_new == static_cast<int32_t>(hashes.size())) return Frontier(request.computed);
+  const BoundaryKind kind = request.computed == request.prompt ? BoundaryKind::kEndpoint : BoundaryKind::kChunk;
+  RequestProgress progress = Completed(hashes, first_new, kind, request.computed, request.state_boundaries);
+  progress.completed_pages->state_boundary_kind = BoundaryKind::kEndpoint;
+  return progress;
+}
+
+bool CacheWorkload::Prefill(Request& request, const PrefixProbe& probe, int32_t before, const RequestProgress& progress) {
+  int32_t after = std::min(request.prompt, before + kPrefixGranularity * (1 + Below(3)));
+  const int32_t reserve = after == request.prompt ? Below(6) : 0;
+  std::vector<TokenDemand> demands(specs_.size(), Dense(after - before, reserve));
+  const int32_t aligned = after - after % kPrefixGranularity;
+  const int32_t checkpoint = aligned > before ? aligned : after;
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    if (specs_[g].kind != CacheGroupKind::kRecurrentState) continue;
+    demands[g] = Sparse(after, (checkpoint - 1) / specs_[g].block_granularity, reserve);
+  }
+  if (!Admit(request, probe, demands, progress)) return false;
+  if (aligned > before) request.state_boundaries.push_back(aligned);
+  if (checkpoint < after) Write(request, before, checkpoint);
+  Write(request, std::min(before, checkpoint), after);
+  return true;
+}
+
+bool CacheWorkload::Decode(Request& request, const RequestProgress& progress) {
+  request.tokens.push_back(1000 * (1 + arrivals_) + request.computed);
+  const bool in_place = !progress.completed_pages && cache_.TailsHaveRoom(request.tables, 1) &&
+                        !cache_.HasReclaimableBlocks(request.tables, request.computed);
+  if (in_place) {
+    cache_.ConsumeReservedTokens(request.tables, 1);
+  } else if (!Admit(request, cache_.ProbePrefix({}), std::vector(specs_.size(), Dense(1)), progress)) {
+    request.tokens.pop_back();
+    return false;
+  }
+  Write(request, request.computed, request.computed + 1);
+  return true;
+}
+
+bool CacheWorkload::Admit(Request& request, const PrefixProbe& probe, const std::vector<TokenDemand>& demands, const RequestProgress& progress) {
+  const Image before = Snapshot(request);
+  const auto epoch = request.epoch == 0 ? std::nullopt : std::optional(request.epoch);
+  const auto result = cache_.Admit(probe, request.tables, demands, progress, epoch);
+  if (!result) {
+    ++refusals_;
+    EXPECT_TRUE(before == Snapshot(request));
+    return false;
+  }
+  EXPECT_EQ(result->access_epoch, epoch ? *epoch : ++epochs_issued_);
+  request.epoch = result->access_epoch;
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    for (int32_t id : result->new_block_ids[g]) contents_.erase({static_cast<int32_t>(g), id});
+  }
+  return true;
+}
+
+void CacheWorkload::Write(Request& request, int32_t before, int32_t after) {
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    const int32_t granularity = specs_[g].block_granularity;
+    const bool state = specs_[g].kind == CacheGroupKind::kRecurrentState;
+    for (int32_t slot = state ? (after - 1) / granularity : before / granularity; slot * granularity < after; ++slot) {
+      if (request.tables[g].blocks[slot]) contents_[Place(request, g, slot)] = Contents(request, slot, granularity, after);
+    }
+  }
+  request.computed = after;
+}
+
+std::vector<int32_t> CacheWorkload::Contents(const Request& request, int32_t slot, int32_t granularity, int32_t computed) {
+  return {request.tokens.begin(), request.tokens.begin() + std::min((slot + 1) * granularity, computed)};
+}
+
+std::pair<int32_t, int32_t> CacheWorkload::Place(const Request& request, std::size_t g, int32_t slot) const {
+  return {static_cast<int32_t>(g), cache_.group(static_cast<int32_t>(g)).allocator().BlockId(request.tables[g].blocks[slot])};
+}
+
+void CacheWorkload::CheckHit(const Request& request, std::size_t g, const PrefixMask& mask) {
+  for (std::size_t slot = 0; slot < mask.size(); ++slot) {
+    if (mask[slot] == 0) continue;
+    const auto expected = Contents(request, static_cast<int32_t>(slot), specs_[g].block_granularity, request.prompt);
+    EXPECT_EQ(contents_[Place(request, g, static_cast<int32_t>(slot))], expected);
+  }
+}
+
+void CacheWorkload::Leave(std::size_t i, bool publish) {
+  Request& request = requests_[i];
+  std::vector<PrefixHash> hashes = request.hashes;
+  const RequestProgress progress = Progress(request, hashes);
+  if (publish) cache_.CacheCompletedBlocks(request.tables, progress, request.epoch);
+  cache_.Free(request.tables);
+  requests_.erase(requests_.begin() + static_cast<std::ptrdiff_t>(i));
+}
+
+void CacheWorkload::CheckTables(Request& request) {
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    const BlockTable& table = request.tables[g];
+    const int32_t granularity = specs_[g].block_granularity;
+    EXPECT_TRUE(table.NumSlots() >= request.known_slots[g]);
+    EXPECT_TRUE(table.reclaimed_prefix_blocks >= request.known_frontiers[g]);
+    request.known_slots[g] = table.NumSlots();
+    request.known_frontiers[g] = table.reclaimed_prefix_blocks;
+    EXPECT_EQ(table.NumSlots() * granularity - table.available_tokens, request.computed);
+    for (int32_t slot = 0; slot < table.reclaimed_prefix_blocks; ++slot) EXPECT_FALSE(bool(table.blocks[slot]));
+
+    int32_t first_read = 0;
+    if (specs_[g].kind == CacheGroupKind::kRecurrentState) first_read = request.computed - 1;
+    if (specs_[g].kind == CacheGroupKind::kSlidingWindow) {
+      first_read = std::max(0, request.computed - specs_[g].sliding_window_tokens + 1);
+    }
+    for (int32_t slot = first_read / granularity; slot * granularity < request.computed; ++slot) {
+      REQUIRE(bool(table.blocks[slot]));
+      EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, request.computed));
+    }
+  }
+}
+
+CacheWorkload::Image CacheWorkload::Snapshot(const Request& request) const {
+  Image image;
+  const BlockPool& pool = cache_.device_pool();
+  image.emplace_back(-1, pool.NumEmptyLcmBlocks(), request.computed, 0, request.epoch, 0, false);
+  for (int32_t parent = 1; parent <= pool.NumLcmBlocks(); ++parent) {
+    for (CacheBlockLocation location : pool.OccupiedLocations(parent)) {
+      const int32_t group = pool.BoundGroup(parent);
+      const auto metadata = cache_.group(group).index().MetadataFor(pool, location).value_or(PrefixEntryMetadata());
+      image.emplace_back(group, parent, location.slot_index, pool.UseCount(location), metadata.last_access_epoch,
+                         static_cast<int32_t>(metadata.boundary_kind), metadata.was_acquired);
+    }
+  }
+  for (const BlockTable& table : request.tables) {
+    for (const CacheBlockRef& block : table.blocks) {
+      const CacheBlockLocation location = block ? block->Location() : CacheBlockLocation();
+      image.emplace_back(-2, location.lcm_block_id, location.slot_index, 0, 0, 0, false);
+    }
+    image.emplace_back(-3, table.available_tokens, table.reclaimed_prefix_blocks, 0, 0, 0, false);
+  }
+  return image;
+}
+
+}  // namespace tokenspeed::testing

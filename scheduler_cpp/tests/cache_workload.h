@@ -1,0 +1,104 @@
+// CacheWorkload: requests that live through a cache the way the scheduler makes them, driven by a string of bytes.
+//
+// The bytes choose everything: prompts (which share prefixes), chunk lengths, decode steps, endings, clears. After each
+// step the workload checks what must always hold:
+// - the contents a request reads are the ones its own tokens produce, also through hits, reuse and eviction;
+// - full-attention tables have no hole, window tables keep all that the next query reads (I13, I14);
+// - tables only grow, frontiers only move on, capacity equals the admitted growth (I11, I12, I15);
+// - a refused admission leaves pool, indexes, tables and epochs as they were (I16);
+// - in the end every block returns (I50).
+//
+// The same workload runs under a seeded generator in a test and under a fuzzer. Failures go through testing.h.
+
+#ifndef TOKENSPEED_TESTS_CACHE_WORKLOAD_H_
+#define TOKENSPEED_TESTS_CACHE_WORKLOAD_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "tests/cache_fixture.h"
+#include "tests/testing.h"
+
+namespace tokenspeed::testing {
+
+class CacheWorkload {
+ public:
+  static constexpr int32_t kPrefixGranularity = 4;
+
+  explicit CacheWorkload(std::span<const uint8_t> bytes)
+      : bytes_(bytes), specs_(ChooseSpecs()), cache_(kPrefixGranularity, 2 + Below(30), specs_) {}
+
+  void Run();
+
+  int hits() const { return hits_; }
+  int refusals() const { return refusals_; }
+
+ private:
+  struct Request {
+    std::vector<int32_t> tokens;
+    int32_t prompt = 0;
+    int32_t computed = 0;
+    uint64_t epoch = 0;
+    std::vector<PrefixHash> hashes;
+    std::vector<int32_t> state_boundaries;
+    std::vector<BlockTable> tables;
+    std::vector<int32_t> known_slots;  // lengths and frontiers seen last
+    std::vector<int32_t> known_frontiers;
+  };
+  // What can be told apart from outside: (group, parent, slot, owners, epoch, kind, acquired).
+  using Image = std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t, uint64_t, int32_t, bool>>;
+
+  int32_t Below(int32_t bound);
+
+  std::vector<CacheGroupSpec> ChooseSpecs();
+
+  void Step();
+
+  void Arrive();
+
+  void Advance(Request& request);
+
+  RequestProgress Progress(const Request& request, std::vector<PrefixHash>& hashes) const;
+
+  bool Prefill(Request& request, const PrefixProbe& probe, int32_t before, const RequestProgress& progress);
+
+  bool Decode(Request& request, const RequestProgress& progress);
+
+  bool Admit(Request& request, const PrefixProbe& probe, const std::vector<TokenDemand>& demands,
+             const RequestProgress& progress);
+
+  // The forward pass: rows of [before, after) are written; a state group keeps only the state after the last of them.
+  void Write(Request& request, int32_t before, int32_t after);
+
+  static std::vector<int32_t> Contents(const Request& request, int32_t slot, int32_t granularity, int32_t computed);
+
+  std::pair<int32_t, int32_t> Place(const Request& request, std::size_t g, int32_t slot) const;
+
+  void CheckHit(const Request& request, std::size_t g, const PrefixMask& mask);
+
+  void Leave(std::size_t i, bool publish);
+
+  void CheckTables(Request& request);
+
+  // Everything observable of pool, indexes and this request's tables.
+  Image Snapshot(const Request& request) const;
+
+  std::span<const uint8_t> bytes_;
+  std::vector<CacheGroupSpec> specs_;
+  CacheCoordinator cache_;
+  std::vector<Request> requests_;
+  std::map<std::pair<int32_t, int32_t>, std::vector<int32_t>> contents_;  // (group, block id) -> tokens it reflects
+  int32_t arrivals_ = 0;
+  uint64_t epochs_issued_ = 0;
+  int hits_ = 0;
+  int refusals_ = 0;
+};
+
+}  // namespace tokenspeed::testing
+
+#endif  // TOKENSPEED_TESTS_CACHE_WORKLOAD_H_
