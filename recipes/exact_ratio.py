@@ -36,10 +36,9 @@ def exact_ratio_packing(groups: Sequence[Group]) -> dict[str, int]:
         component = _component_ratios(start, edges)
         if component is None:
             return {}
+        # The start has ratio 1, so the scaled counts have no common factor and are the smallest.
         scale = math.lcm(*(ratio.denominator for ratio in component.values()))
-        counts = {group_id: int(ratio * scale) for group_id, ratio in component.items()}
-        divisor = math.gcd(*counts.values())
-        packing.update({group_id: count // divisor for group_id, count in counts.items()})
+        packing.update({group_id: int(ratio * scale) for group_id, ratio in component.items()})
     return packing
 
 
