@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tokenspeed_jax.text import Tokenizer
+from tokenspeed_jax.weights import open_checkpoint
 from tokenspeed_jax.weights.demo import demo_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,3 +43,15 @@ def smollm2_path() -> Path:
 def gemma3_270m_path() -> Path:
     """The GGUF file of Gemma 3 270M, fetched once into the cache folder."""
     return demo_checkpoint("gemma3-270m", progress=False)
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(request: pytest.FixtureRequest) -> Callable[[str], Tokenizer]:
+    """`real_tokenizer(name)`: the tokenizer of smollm2-135m or gemma3-270m, built once (Gemma's takes seconds)."""
+    fixtures = {"smollm2-135m": "smollm2_path", "gemma3-270m": "gemma3_270m_path"}
+
+    @functools.cache
+    def build(name: str) -> Tokenizer:
+        return open_checkpoint(str(request.getfixturevalue(fixtures[name]))).tokenizer()
+
+    return build

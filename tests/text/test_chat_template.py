@@ -1,0 +1,68 @@
+"""Chat templates: what Hugging Face gives them is there, what could do harm is not."""
+
+import pytest
+
+from tokenspeed_jax.errors import CheckpointError, InvalidRequest
+from tokenspeed_jax.text.chat_template import ChatTemplate, template_source
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def render(source, messages=HELLO, **variables):
+    variables.setdefault("add_generation_prompt", True)
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **variables)
+
+
+def test_messages_special_tokens_and_variables_are_there():
+    source = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}{{ style }}"
+    )
+    assert render(source, style="!") == "<s>[user]hi>!"
+    assert render(source, add_generation_prompt=False) == "<s>[user]hi"
+
+
+def test_blocks_leave_no_lines_behind():
+    assert render("{% if true %}\n  a\n  {% endif %}\nb") == "  a\nb"
+
+
+def test_loop_controls_generation_tag_json_and_time():
+    assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hi"
+    assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{{ tools is none }}") == "True"
+
+
+def test_refusal_of_the_template_reaches_the_caller():
+    with pytest.raises(InvalidRequest, match="roles must alternate") as error:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert error.value.parameter == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ messages[5].content }}", "{{ 'a' + 1 }}", "{{ undefined_name.x }}"])
+def test_template_that_fails_on_the_messages_is_a_refusal(source):
+    with pytest.raises(InvalidRequest, match="does not take these messages"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ render.__globals__ }}"]
+)
+def test_sandbox_holds(source):
+    with pytest.raises(InvalidRequest):
+        render(source)
+
+
+def test_template_that_does_not_parse_is_an_error_of_the_checkpoint():
+    with pytest.raises(CheckpointError, match="does not parse"):
+        render("{% for %}")
+
+
+def test_source_is_the_file_else_the_default_entry():
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    assert template_source({"chat_template": named}, None) == "D"
+    assert template_source({"chat_template": "S"}, None) == "S"
+    assert template_source({"chat_template": "S"}, "F") == "F"
+    assert template_source({"chat_template": named[:1]}, None) is None
+    assert template_source({}, None) is None
