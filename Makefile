@@ -16,9 +16,11 @@ ARGS ?=
 DEMO := smollm2-135m
 
 PYTHON := .venv/bin/python
+PIP_INSTALL := $(PYTHON) -m pip install --disable-pip-version-check
 INSTALLED := .venv/.installed
+DEPENDENCIES := .venv/.dependencies
 # An editable install sees changed Python files by itself; compiled code has to be built again.
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find scheduler_cpp -name '*.cpp' -not -path '*/tests/*' -o -name '*.h' -not -path '*/tests/*' -o -name CMakeLists.txt)
+BUILD_INPUTS := CMakeLists.txt $(shell find scheduler_cpp -name '*.cpp' -not -path '*/tests/*' -o -name '*.h' -not -path '*/tests/*' -o -name CMakeLists.txt)
 # JAX for CUDA comes along where there is a GPU.
 EXTRAS := test$(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda)
 
@@ -42,7 +44,7 @@ lint: $(INSTALLED)
 test-cpp: $(INSTALLED)
 	.venv/bin/cmake -S . -B .build/cpp -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/.venv/bin/ninja" \
 	  -DTOKENSPEED_SANITIZE=ON -DTOKENSPEED_BUILD_TESTS=ON
-	.venv/bin/cmake --build .build/cpp
+	.venv/bin/cmake --build .build/cpp --parallel "$$(nproc)"
 	.venv/bin/ctest --test-dir .build/cpp/scheduler_cpp --output-on-failure --no-tests=error
 
 setup: $(INSTALLED)
@@ -52,8 +54,14 @@ $(PYTHON):
 	echo "Using $$python ($$("$$python" --version))"
 	"$$python" -m venv .venv
 
-$(INSTALLED): $(BUILD_INPUTS) | $(PYTHON)
-	$(PYTHON) -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
+# The build tools live in .venv too, so that a change of the C++ sources is built again without asking any index.
+$(DEPENDENCIES): pyproject.toml | $(PYTHON)
+	$(PIP_INSTALL) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.25" "ninja>=1.11"
+	$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
+	touch $@
+
+$(INSTALLED): $(BUILD_INPUTS) $(DEPENDENCIES)
+	$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:

@@ -17,8 +17,8 @@ _READY = re.compile(r"Ready: (http://\S+)")
 
 
 def command(*options: str) -> list[str]:
-    """The command line of a server with these options."""
-    return [sys.executable, "-m", "tokenspeed_jax.serve", *options]
+    """The command line of a server with these options; -P: the installed package, not what the folder has."""
+    return [sys.executable, "-P", "-m", "tokenspeed_jax.serve", *options]
 
 
 class ServerProcess:

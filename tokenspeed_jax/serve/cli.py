@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         that is wrong or does not fit the checkpoint or the machine.
     """
     engine_config, config = parse_options(argv)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Only our own messages go down to the chosen level; libraries speak up from warnings on.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tokenspeed_jax").setLevel(config.log_level.upper())
     try:
         listener = bind(config)
     except ListenError as error:
