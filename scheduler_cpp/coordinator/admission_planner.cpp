@@ -12,57 +12,55 @@
 namespace tokenspeed {
 namespace {
 
+// Whether the needs fit into so many empty parents and free slots per group.
+bool Fits(const BlockPool& pool, std::span<const int32_t> blocks_needed, int64_t empty_parents,
+          std::span<const int64_t> free_slots) {
+  for (std::size_t g = 0; g < blocks_needed.size(); ++g) {
+    const int64_t packing = pool.Packing(static_cast<int32_t>(g));
+    empty_parents -= (std::max<int64_t>(0, blocks_needed[g] - free_slots[g]) + packing - 1) / packing;
+  }
+  return empty_parents >= 0;
+}
+
 // What would be free if the victims so far were gone. Holds occupancies of touched parents only.
 class ShadowPool {
  public:
   ShadowPool(const BlockPool& pool, std::span<const int32_t> blocks_needed)
-      : pool_(pool), empty_parents_(pool.NumEmptyLcmBlocks()) {
-    for (std::size_t g = 0; g < blocks_needed.size(); ++g) {
-      const auto group = static_cast<int32_t>(g);
-      groups_.push_back({.needed = blocks_needed[g], .free = pool.NumFreeSlots(group), .packing = pool.Packing(group)});
-    }
+      : pool_(pool), blocks_needed_(blocks_needed), empty_parents_(pool.NumEmptyLcmBlocks()) {
+    for (int32_t group = 0; group < pool.NumGroups(); ++group) free_slots_.push_back(pool.NumFreeSlots(group));
   }
 
-  bool Fits() const {
-    int64_t parents = 0;
-    for (const Group& g : groups_) parents += (std::max<int64_t>(0, g.needed - g.free) + g.packing - 1) / g.packing;
-    return parents <= empty_parents_;
-  }
+  bool Fits() const { return tokenspeed::Fits(pool_, blocks_needed_, empty_parents_, free_slots_); }
+  int64_t empty_parents() const { return empty_parents_; }
+  const std::vector<int64_t>& free_slots() const { return free_slots_; }
 
   void Remove(const AdmissionVictim& victim) {
-    Group& g = groups_[victim.group];
     if (--Occupied(victim.location.lcm_block_id) == 0) {
-      g.free -= g.packing - 1;
+      free_slots_[victim.group] -= pool_.Packing(victim.group) - 1;
       ++empty_parents_;
     } else {
-      ++g.free;
+      ++free_slots_[victim.group];
     }
   }
 
   void Restore(const AdmissionVictim& victim) {
-    Group& g = groups_[victim.group];
     if (Occupied(victim.location.lcm_block_id)++ == 0) {
-      g.free += g.packing - 1;
+      free_slots_[victim.group] += pool_.Packing(victim.group) - 1;
       --empty_parents_;
     } else {
-      --g.free;
+      --free_slots_[victim.group];
     }
   }
 
  private:
-  struct Group {
-    int64_t needed;
-    int64_t free;
-    int64_t packing;
-  };
-
   int32_t& Occupied(int32_t lcm_block_id) {
     return occupied_.try_emplace(lcm_block_id, pool_.OccupiedCount(lcm_block_id)).first->second;
   }
 
   const BlockPool& pool_;
-  std::vector<Group> groups_;
+  std::span<const int32_t> blocks_needed_;
   int64_t empty_parents_;
+  std::vector<int64_t> free_slots_;
   std::unordered_map<int32_t, int32_t> occupied_;
 };
 
@@ -98,20 +96,28 @@ EvictionRank RankOf(const CacheGroup& group, CacheBlockLocation location,
 // All candidates in rank order: the request's own expiring blocks, merged with one cursor per index.
 class CandidateStream {
  public:
-  CandidateStream(std::span<const CacheGroup> groups, const BlockPool& pool, const AdmissionRequest& request)
+  CandidateStream(std::span<const CacheGroup> groups, const BlockPool& pool, const AdmissionRequest& request,
+                  std::span<const AdmissionVictim> own_expired)
       : groups_(groups), pool_(pool), excluded_(groups.size()) {
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      for (CacheBlockLocation location :
-           groups[g].index().MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g])) {
-        excluded_[g].insert(location);
+      const CacheGroup& group = groups[g];
+      for (CacheBlockLocation hit : group.index().MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g])) {
+        if (excluded_[g].insert(hit).second) hits_.push_back({group.group_id(), hit});
       }
     }
-    if (request.num_computed_tokens) CollectOwnExpired(request.tables, *request.num_computed_tokens);
+    for (const auto& [g, location] : own_expired) {
+      if (!excluded_[g].insert(location).second) continue;
+      own_expired_.push_back(RankOf(groups[g], location, groups[g].index().MetadataFor(pool, location)));
+    }
+    std::sort(own_expired_.begin(), own_expired_.end());
     for (const CacheGroup& group : groups) {
       queues_.push_back({.cursor = group.index().StartEviction(pool), .epoch = {}, .next = 0});
     }
     for (std::size_t g = 0; g < groups.size(); ++g) Refill(g);
   }
+
+  // Blocks that this admission hits; never candidates.
+  std::span<const AdmissionVictim> hits() const { return hits_; }
 
   std::optional<AdmissionVictim> Next() {
     const EvictionRank* best = next_own_ < own_expired_.size() ? &own_expired_[next_own_] : nullptr;
@@ -141,18 +147,6 @@ class CandidateStream {
     std::size_t next;
   };
 
-  void CollectOwnExpired(std::span<const BlockTable> tables, int32_t num_computed_tokens) {
-    for (std::size_t g = 0; g < groups_.size(); ++g) {
-      const CacheGroup& group = groups_[g];
-      const int32_t expired = group.geometry().ExpiredBlocks(num_computed_tokens);
-      for (CacheBlockLocation location : group.ReclaimableBlockLocationsAt(tables[g], expired)) {
-        if (!excluded_[g].insert(location).second) continue;
-        own_expired_.push_back(RankOf(group, location, group.index().MetadataFor(pool_, location)));
-      }
-    }
-    std::sort(own_expired_.begin(), own_expired_.end());
-  }
-
   void Refill(std::size_t g) {
     Queue& queue = queues_[g];
     queue.next = 0;
@@ -172,6 +166,7 @@ class CandidateStream {
   const BlockPool& pool_;
   // Per group: hit by this admission, or among own_expired_.
   std::vector<std::unordered_set<CacheBlockLocation, CacheBlockLocationHash>> excluded_;
+  std::vector<AdmissionVictim> hits_;
   std::vector<EvictionRank> own_expired_;
   std::size_t next_own_ = 0;
   std::vector<Queue> queues_;
@@ -193,21 +188,46 @@ std::vector<AdmissionVictim> Minimise(const std::vector<AdmissionVictim>& victim
   return minimal;
 }
 
+// What the request's own tables let go of at its frontier.
+std::vector<AdmissionVictim> OwnExpired(std::span<const CacheGroup> groups, const AdmissionRequest& request) {
+  std::vector<AdmissionVictim> expired;
+  if (!request.num_computed_tokens) return expired;
+  for (const CacheGroup& group : groups) {
+    const int32_t blocks = group.geometry().ExpiredBlocks(*request.num_computed_tokens);
+    for (CacheBlockLocation location : group.ReclaimableBlockLocationsAt(request.tables[group.group_id()], blocks)) {
+      expired.push_back({group.group_id(), location});
+    }
+  }
+  return expired;
+}
+
 }  // namespace
 
-std::optional<std::vector<AdmissionVictim>> PlanAdmission(std::span<const CacheGroup> groups, const BlockPool& pool,
-                                                          const AdmissionRequest& request) {
-  TOKENSPEED_CHECK(request.blocks_needed.size() == groups.size() && request.tables.size() == groups.size() &&
-                       request.hit_keys.size() == groups.size() && request.hit_masks.size() == groups.size(),
+std::optional<std::vector<AdmissionVictim>> AdmissionPlanner::Plan(const AdmissionRequest& request) {
+  TOKENSPEED_CHECK(request.blocks_needed.size() == groups_.size() && request.tables.size() == groups_.size() &&
+                       request.hit_keys.size() == groups_.size() && request.hit_masks.size() == groups_.size(),
                    "an admission does not cover every group");
-  ShadowPool shadow(pool, request.blocks_needed);
+  ShadowPool shadow(pool_, request.blocks_needed);
   std::vector<AdmissionVictim> victims;
   if (shadow.Fits()) return victims;
 
-  CandidateStream candidates(groups, pool, request);
+  const std::vector<AdmissionVictim> own_expired = OwnExpired(groups_, request);
+  const bool bounded = obtainable_ && obtainable_->dropped_handles == pool_.NumDroppedHandles() && own_expired.empty();
+  if (bounded && !Fits(pool_, request.blocks_needed, obtainable_->empty_parents, obtainable_->free_slots)) {
+    return std::nullopt;
+  }
+
+  CandidateStream candidates(groups_, pool_, request, own_expired);
   while (!shadow.Fits()) {
     const std::optional<AdmissionVictim> victim = candidates.Next();
-    if (!victim) return std::nullopt;
+    if (!victim) {
+      // Another request may evict what this one hits, so those blocks count as obtainable.
+      for (const AdmissionVictim& hit : candidates.hits()) {
+        if (pool_.UseCount(hit.location) == 1) shadow.Remove(hit);
+      }
+      obtainable_ = {pool_.NumDroppedHandles(), shadow.empty_parents(), shadow.free_slots()};
+      return std::nullopt;
+    }
     shadow.Remove(*victim);
     victims.push_back(*victim);
   }

@@ -1,12 +1,13 @@
 // AdmissionPlanner: which cached or expiring blocks must go so that an admission fits.
 //
 // Invariants:
-// - Read-only: pool, indexes and tables are never changed; everything is computed on shadow counters.
+// - Pool, indexes and tables are never changed; everything is computed on shadow counters.
 // - When the demand fits without eviction there are no victims and no index is touched.
+// - A plan is a function of pool, indexes and request alone; what the planner remembers only saves time.
 // - Blocks hit by the admission being planned are never victims; neither is a pinned entry.
 // - Victims are minimal: restoring any single one makes the demand not fit.
 //
-// Thread safety: pure reads.
+// Thread safety: none, because of what it remembers.
 
 #ifndef TOKENSPEED_COORDINATOR_ADMISSION_PLANNER_H_
 #define TOKENSPEED_COORDINATOR_ADMISSION_PLANNER_H_
@@ -37,10 +38,28 @@ struct AdmissionRequest {
   std::optional<int32_t> num_computed_tokens;
 };
 
-// The victims, least valuable first, or nothing when no eviction makes the demand fit. A victim that the request's own
-// table still holds becomes free when its expired slots are reclaimed.
-std::optional<std::vector<AdmissionVictim>> PlanAdmission(std::span<const CacheGroup> groups, const BlockPool& pool,
-                                                          const AdmissionRequest& request);
+// Borrows groups and pool, which must outlive it and stay where they are.
+class AdmissionPlanner {
+ public:
+  AdmissionPlanner(std::span<const CacheGroup> groups, const BlockPool& pool) : groups_(groups), pool_(pool) {}
+
+  // The victims, least valuable first, or nothing when no eviction makes the demand fit. A victim that the request's own
+  // table still holds becomes free when its expired slots are reclaimed.
+  std::optional<std::vector<AdmissionVictim>> Plan(const AdmissionRequest& request);
+
+ private:
+  // What evicting everything evictable would leave free: at most that, for as long as no handle lets go of a block.
+  // A refusal measures it, so that the next waiting request is refused without walking the indexes again.
+  struct ObtainableCapacity {
+    uint64_t dropped_handles = 0;
+    int64_t empty_parents = 0;
+    std::vector<int64_t> free_slots;  // per group
+  };
+
+  std::span<const CacheGroup> groups_;
+  const BlockPool& pool_;
+  std::optional<ObtainableCapacity> obtainable_;
+};
 
 }  // namespace tokenspeed
 

@@ -6,7 +6,6 @@
 #include <string>
 #include <utility>
 
-#include "coordinator/admission_planner.h"
 #include "core/check.h"
 
 namespace tokenspeed {
@@ -18,6 +17,16 @@ std::vector<int32_t> Packings(std::span<const CacheGroupSpec> specs) {
   return packings;
 }
 
+std::vector<CacheGroup> MakeGroups(BlockPool& pool, std::span<const CacheGroupSpec> specs, int32_t prefix_granularity) {
+  TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
+  std::vector<CacheGroup> groups;
+  groups.reserve(specs.size());
+  for (const CacheGroupSpec& spec : specs) {
+    groups.emplace_back(pool, static_cast<int32_t>(groups.size()), spec, prefix_granularity);
+  }
+  return groups;
+}
+
 }  // namespace
 
 int32_t PrefixProbe::promotion_boundary_tokens() const {
@@ -26,11 +35,11 @@ int32_t PrefixProbe::promotion_boundary_tokens() const {
 
 CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_blocks,
                                    std::span<const CacheGroupSpec> specs, DeviceMutationSink sink)
-    : prefix_granularity_(prefix_granularity), sink_(std::move(sink)), pool_(num_lcm_blocks, Packings(specs)) {
-  TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
-  groups_.reserve(specs.size());
-  for (const CacheGroupSpec& spec : specs) groups_.emplace_back(pool_, NumGroups(), spec, prefix_granularity_);
-}
+    : prefix_granularity_(prefix_granularity),
+      sink_(std::move(sink)),
+      pool_(num_lcm_blocks, Packings(specs)),
+      groups_(MakeGroups(pool_, specs, prefix_granularity)),
+      planner_(groups_, pool_) {}
 
 const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
   TOKENSPEED_CHECK(group_id >= 0 && group_id < NumGroups(), "unknown group " + std::to_string(group_id));
@@ -63,8 +72,7 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
     needed.push_back(groups_[g].geometry().BlocksNeeded(tables[g], demands[g]));
   }
   const std::optional<std::vector<AdmissionVictim>> victims =
-      PlanAdmission(groups_, pool_,
-                    {.blocks_needed = needed,
+      planner_.Plan({.blocks_needed = needed,
                      .hit_keys = probe.keys,
                      .hit_masks = probe.device.masks,
                      .tables = tables,

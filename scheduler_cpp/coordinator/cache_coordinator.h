@@ -21,6 +21,7 @@
 #include <span>
 #include <vector>
 
+#include "coordinator/admission_planner.h"
 #include "coordinator/cache_group.h"
 #include "coordinator/cache_group_spec.h"
 #include "coordinator/group_geometry.h"
@@ -136,6 +137,7 @@ class CacheCoordinator {
   DeviceMutationSink sink_;
   BlockPool pool_;  // before the groups: their indexes own references into it
   std::vector<CacheGroup> groups_;
+  AdmissionPlanner planner_;
   uint64_t last_epoch_ = 0;
 };
 

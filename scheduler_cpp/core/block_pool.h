@@ -70,6 +70,8 @@ class BlockPool {
   bool IsOccupied(CacheBlockLocation location) const;
   // Number of live handles to a location; 0 when the slot is free.
   int32_t UseCount(CacheBlockLocation location) const;
+  // How often a handle has let go of a block, ever. While it stands still nothing has become free or unshared.
+  uint64_t NumDroppedHandles() const { return dropped_handles_; }
   // Occupied slots of a parent in increasing slot order.
   std::vector<CacheBlockLocation> OccupiedLocations(int32_t lcm_block_id) const;
 
@@ -119,6 +121,7 @@ class BlockPool {
   std::vector<Group> groups_;
   std::vector<Parent> parents_;  // index 0 is the null parent, never used
   std::deque<int32_t> empty_;
+  uint64_t dropped_handles_ = 0;
 };
 
 }  // namespace tokenspeed

@@ -6,7 +6,9 @@ namespace tokenspeed {
 
 void CacheBlockRef::reset() noexcept {
   CacheBlock* block = std::exchange(block_, nullptr);
-  if (block != nullptr && --block->owners_ == 0) block->pool_->Release(*block);
+  if (block == nullptr) return;
+  ++block->pool_->dropped_handles_;
+  if (--block->owners_ == 0) block->pool_->Release(*block);
 }
 
 }  // namespace tokenspeed

@@ -45,7 +45,23 @@ class Scene {
             .num_computed_tokens = frontier_};
   }
 
-  std::optional<std::vector<AdmissionVictim>> Plan() const { return PlanAdmission(groups_, pool_, Request()); }
+  std::optional<std::vector<AdmissionVictim>> Plan() const { return AdmissionPlanner(groups_, pool_).Plan(Request()); }
+
+  // A planner that refuses one request after another, each compared with a planner that remembers nothing.
+  void CheckMemory(std::mt19937& random) {
+    AdmissionPlanner planner(groups_, pool_);
+    for (int round = 0; round < 12; ++round) {
+      for (std::size_t g = 0; g < groups_.size(); ++g) {
+        needed_[g] = static_cast<int32_t>(random() % 6);
+        for (uint8_t& hit : masks_[g]) hit = hit != 0 && random() % 3 != 0 ? 1 : 0;
+      }
+      frontier_ = random() % 2 == 0 ? std::nullopt : std::optional(static_cast<int32_t>(random() % 20));
+      const auto plan = planner.Plan(Request());
+      EXPECT_TRUE(plan == Plan());
+      if (random() % 3 == 0 && !pins_.empty()) pins_.pop_back();
+      if (random() % 4 == 0) pins_.push_back(pool_.AcquireBlock(static_cast<int32_t>(random() % groups_.size())));
+    }
+  }
 
   // Every block that could go: unpinned entries and what the request's own frontier lets go of, minus its hits.
   std::vector<AdmissionVictim> Candidates() const {
@@ -177,21 +193,30 @@ void CheckPlan(const Scene& scene, Outcomes& outcomes) {
   }
 }
 
+Scene RandomScene(std::mt19937& random) {
+  const std::vector<std::vector<CacheGroupSpec>> configurations = {
+      {Full(4)},
+      {Full(4, 3), Window(5, 4)},
+      {Full(4, 2), State(4), Window(5, 4, 3)},
+      {Full(4, 4, 2), Window(9, 4, 2)},
+  };
+  const int32_t parents = 3 + static_cast<int32_t>(random() % 6);
+  return Scene(random, parents, configurations[random() % configurations.size()]);
+}
+
 TEST(victims_are_minimal_and_found_whenever_they_exist) {
   std::mt19937 random(17);
   Outcomes outcomes;
-  for (int round = 0; round < 1500; ++round) {
-    const std::vector<std::vector<CacheGroupSpec>> configurations = {
-        {Full(4)},
-        {Full(4, 3), Window(5, 4)},
-        {Full(4, 2), State(4), Window(5, 4, 3)},
-        {Full(4, 4, 2), Window(9, 4, 2)},
-    };
-    const int32_t parents = 3 + static_cast<int32_t>(random() % 6);
-    const Scene scene(random, parents, configurations[random() % configurations.size()]);
-    CheckPlan(scene, outcomes);
-  }
+  for (int round = 0; round < 1500; ++round) CheckPlan(RandomScene(random), outcomes);
   EXPECT_TRUE(outcomes.refused > 100 && outcomes.without_victims > 100 && outcomes.with_victims > 100);
+}
+
+TEST(what_the_planner_remembers_changes_no_plan) {
+  std::mt19937 random(23);
+  for (int round = 0; round < 800; ++round) {
+    Scene scene = RandomScene(random);
+    scene.CheckMemory(random);
+  }
 }
 
 }  // namespace
