@@ -1,3 +1,21 @@
 """TokenSpeed-JAX: serve large language models on NVIDIA GPUs, or sample inside a JAX trainer."""
 
+from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.engine import Engine
+from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput, Sample
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "InvalidRequest",
+    "RequestDelta",
+    "RequestOutput",
+    "Sample",
+    "SamplingParams",
+]
 __version__ = "0.1.0"

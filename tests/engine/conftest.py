@@ -15,7 +15,10 @@ EngineFactory = Callable[..., Engine]
 
 @pytest.fixture(scope="session")
 def tiny_engine() -> Iterator[EngineFactory]:
-    """`tiny_engine(family, **options)`: a small float32 engine on the CPU, shared by equal configurations."""
+    """`tiny_engine(family, **options)`: a small float32 engine on the CPU, shared by equal configurations.
+
+    Buckets compile on first use unless `warmup=True`: most tests need few of them.
+    """
     engines: dict[EngineConfig, Engine] = {}
 
     def make(family: str, **options: object) -> Engine:
@@ -23,8 +26,9 @@ def tiny_engine() -> Iterator[EngineFactory]:
             "dtype": "float32",
             "max_model_len": 512,
             "max_num_seqs": 16,
-            "max_num_batched_tokens": 512,
+            "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 16 << 20,
+            "warmup": False,
             "disable_progress_bars": True,
         } | options
         config = EngineConfig(model=str(GOLDEN / "tiny" / family), **settings)  # type: ignore[arg-type]

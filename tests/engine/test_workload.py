@@ -52,7 +52,12 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
 
 def test_random_workload(tiny_engine: EngineFactory, compilations: CompilationCount) -> None:
     engine = tiny_engine(
-        "gemma3", prefix_granularity=16, kernel_page_size=16, max_model_len=256, kv_cache_memory_bytes=3 << 20
+        "gemma3",
+        prefix_granularity=16,
+        kernel_page_size=16,
+        max_model_len=256,
+        kv_cache_memory_bytes=3 << 20,
+        warmup=True,
     )
     arena = engine._assembly.programs.model.arena
     rng = np.random.default_rng(0)

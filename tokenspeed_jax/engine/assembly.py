@@ -79,7 +79,7 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
     programs = StepPrograms(
         step_model, weights, init_device_state(limits.max_num_seqs, limits.vocab_size), limits.max_model_len
     )
-    buckets = BucketTable.for_limits(limits.max_num_seqs, limits.max_num_batched_tokens)
+    buckets = _buckets(limits, device)
     builder = BatchBuilder(buckets, step_model.router)
     if config.warmup:
         layouts = [builder.layout(bucket) for bucket in buckets.all()]
@@ -153,10 +153,14 @@ class _CachePlanner:
         model = _step_model(self._config, self._source, graph, setup, self._limits)
         state = jax.eval_shape(lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size))
         programs = StepPrograms(model, weights, state, self._limits.max_model_len)
-        buckets = BucketTable.for_limits(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
         compiled = programs.compiled(builder.layout(buckets.all()[0]))
         return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _buckets(limits: EngineLimits, device: jax.Device) -> BucketTable:
+    return BucketTable.for_limits(limits.max_num_seqs, limits.max_num_batched_tokens, device.platform)
 
 
 def _step_model(

@@ -49,12 +49,15 @@ class BucketTable:
     max_rows: int
 
     @classmethod
-    def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, extend_factor: int = 2) -> "BucketTable":
-        """Buckets up to `max_num_seqs` rows and `max_num_batched_tokens` tokens."""
-        first = min(64, max_num_batched_tokens)
+    def for_limits(cls, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> "BucketTable":
+        """Buckets up to `max_num_seqs` rows and `max_num_batched_tokens` tokens.
+
+        A CPU ("cpu") gets fewer: it compiles as long as it runs.
+        """
+        decode_factor, extend_factor = (4, 2) if platform == "gpu" else (16, 4)
         return cls(
-            decode_rows=_ladder(1, 4, max_num_seqs),
-            extend_tokens=_ladder(first, extend_factor, max_num_batched_tokens),
+            decode_rows=_ladder(1, decode_factor, max_num_seqs),
+            extend_tokens=_ladder(min(64, max_num_batched_tokens), extend_factor, max_num_batched_tokens),
             max_rows=max_num_seqs,
         )
 
