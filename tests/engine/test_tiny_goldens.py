@@ -62,8 +62,8 @@ def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
-    # Undeclared output budgets in a pool that holds one and a half requests at full length (equal requests share blocks). Without
-    # overlap, since a request whose step is in flight is never retracted.
+    # Undeclared output budgets, and a pool that holds one and a half requests at full length (equal requests share
+    # blocks). Without overlap, since a request whose step is in flight is never retracted.
     engine = tiny_engine(
         family,
         prefix_granularity=16,
