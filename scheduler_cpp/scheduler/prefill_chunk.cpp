@@ -47,8 +47,12 @@ int64_t PrefillChunkRules::ChunkTokens(int64_t first, bool resumes_hit, int64_t 
   int64_t chunk = plain;
   if (has_state_group || promotion_boundary > 0) {
     chunk = AlignPrefillChunk(first, unscheduled, usable, prefix_granularity, promotion_boundary);
-    if (chunk == 0) {
+    if (chunk == 0 && has_state_group) {
       return 0;
+    }
+    if (chunk == 0) {
+      // Only snapshots need aligned chunks. A budget below a prefix page must not hold a promotion up, perhaps for ever.
+      chunk = promotion_boundary > first ? std::min(plain, promotion_boundary - first) : plain;
     }
   }
   const int64_t kept = ChunkKeepingFinalWindow(chunk, unscheduled, replay_window);

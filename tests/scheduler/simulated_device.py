@@ -1,0 +1,112 @@
+"""A device that remembers what was written where, so that a wrong block table shows up as a wrong read.
+
+Every cache row holds the identity of the token prefix that it was computed from. A step writes the rows of its inputs
+and then reads, for each query, every key that the group's mask lets it see; each must hold the identity of this very
+request's prefix. Steps run in the order of their plans, as a device stream does, and sampled tokens stay on the device
+until they are landed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from .scenario import Group, Step
+
+
+def prefix_identities(tokens: Sequence[int]) -> list[int]:
+    """identity[i] names tokens[0..i]; equal prefixes have equal identities."""
+    identities: list[int] = []
+    last = 0
+    for token in tokens:
+        last = hash((last, token))
+        identities.append(last)
+    return identities
+
+
+@dataclass
+class DeviceRequest:
+    tokens: list[int]  # prompt and everything sampled, landed or not
+    computed: int = 0  # rows written
+
+
+@dataclass(frozen=True)
+class Landing:
+    request_id: str
+    tokens: list[int]
+    is_decode: bool
+
+
+@dataclass
+class SimulatedDevice:
+    groups: Sequence[Group]
+    prefix_granularity: int
+    width: int  # tokens per decode step
+    accept: Callable[[], int]  # how many tokens of a decode step are accepted, 1..width
+    requests: dict[str, DeviceRequest] = field(default_factory=dict)
+    rows: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, block, row) -> identity
+    sampled: int = 0
+
+    def granularity(self, group: int) -> int:
+        return self.groups[group].granularity or self.prefix_granularity
+
+    def run(self, step: Step) -> list[Landing]:
+        """Executes a plan; returns what must be landed, in row order."""
+        for name, blocks in step.zeroed.items():
+            group = int(name[1:])
+            for block in blocks:
+                for row in range(self.granularity(group)):
+                    self.rows.pop((group, block, row), None)
+        landings = []
+        for index, request_id in enumerate(step.ids):
+            tables = [step.row(request_id, group) for group in range(len(self.groups))]
+            if index < step.batch.num_extends():
+                landings.append(Landing(request_id, self._prefill(step, index, tables), is_decode=False))
+            else:
+                landings.append(Landing(request_id, self._decode(request_id, tables), is_decode=True))
+        return landings
+
+    def _sample(self, request: DeviceRequest, count: int) -> list[int]:
+        self.sampled += 1
+        # Few distinct values, so that outputs of different requests coincide and are shared.
+        fresh = [(request.tokens[-1] * 7 + index) % 3 for index in range(count)]
+        request.tokens += fresh
+        return fresh
+
+    def _prefill(self, step: Step, index: int, tables: list[list[int]]) -> list[int]:
+        request = self.requests[step.ids[index]]
+        start, length = step.prefixes[index], step.inputs[index]
+        offset = sum(step.inputs[:index])
+        assert step.batch.input_ids[offset : offset + length] == request.tokens[start : start + length]
+        self._compute(request, tables, start, length)
+        request.computed = start + length
+        if start + length < step.batch.prefill_lengths[index]:
+            return []
+        return self._sample(request, 1)
+
+    def _decode(self, request_id: str, tables: list[list[int]]) -> list[int]:
+        request = self.requests[request_id]
+        position = len(request.tokens) - 1
+        assert request.computed == position, "a decode step follows all that came before it"
+        # The drafts beyond the accepted tokens are written too, and overwritten by the next step.
+        accepted = self._sample(request, self.accept())
+        self._compute(request, tables, position, len(accepted))
+        for draft in range(len(accepted), self.width):
+            for group, table in enumerate(tables):
+                slot = (position + draft) // self.granularity(group)
+                assert table[slot] > 0, "a draft has a block to go to"
+        request.computed = position + len(accepted)
+        return accepted
+
+    def _compute(self, request: DeviceRequest, tables: list[list[int]], start: int, length: int) -> None:
+        identities = prefix_identities(request.tokens[: start + length])
+        for group, table in enumerate(tables):
+            g = self.granularity(group)
+            window = self.groups[group].window
+            for position in range(start, start + length):
+                block = table[position // g]
+                assert block > 0, f"position {position} of group {group} has nowhere to be written"
+                self.rows[group, block, position % g] = identities[position]
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, start + length):
+                block = table[position // g]
+                assert block > 0, f"position {position} of group {group} is still visible and must be there"
+                assert self.rows.get((group, block, position % g)) == identities[position], "a foreign row was read"

@@ -1,0 +1,79 @@
+"""Residency events: what an outside router hears of the device cache (scenarios S-KV)."""
+
+from tokenspeed_jax.scheduler import KVEvent
+
+from .scenario import FULL, Group, Scenario, swa
+
+
+def drain(s: Scenario) -> tuple[list[KVEvent.BlockStored], list[KVEvent.BlockRemoved]]:
+    """Stored and removed events; removals must come first."""
+    events = s.scheduler.drain_kv_events()
+    kinds = [event.kind for event in events]
+    assert kinds == sorted(kinds, key=["BlockRemoved", "BlockStored"].index)
+    stored = [event for event in events if isinstance(event, KVEvent.BlockStored)]
+    removed = [event for event in events if isinstance(event, KVEvent.BlockRemoved)]
+    return stored, removed
+
+
+def run(s: Scenario, request_id: str, prompt: list[int]) -> None:
+    s.prefill(request_id, prompt)
+    s.plan()
+    s.finish(request_id)
+    s.plan()
+
+
+def test_one_stored_event_per_page_and_none_twice() -> None:
+    s = Scenario([FULL], 2, enable_kv_cache_events=True)
+    run(s, "a", [1, 2])
+    (stored,), removed = drain(s)
+    assert removed == []
+    assert (stored.token_ids, stored.block_size, stored.parent_block_hash) == ([1, 2], 2, None)
+    assert s.scheduler.drain_kv_events() == []
+    s.submit("b", [3, 4])
+    assert s.plan().ids == ["b"]
+    stored_again, (gone,) = drain(s)
+    assert (stored_again, gone.block_hashes) == ([], stored.block_hashes)
+
+
+def test_all_groups_fold_into_one_event() -> None:
+    s = Scenario([FULL, FULL], 4, enable_kv_cache_events=True)
+    run(s, "a", [1, 2])
+    stored, _ = drain(s)
+    assert len(stored) == 1
+
+
+def test_chained_pages_are_stored_in_order_and_removed_in_reverse() -> None:
+    s = Scenario([Group(granularity=1, packing=2)], 3, enable_kv_cache_events=True)
+    run(s, "a", [1, 2, 3, 4])
+    (first, second), _ = drain(s)
+    assert (first.token_ids, second.token_ids) == ([1, 2], [3, 4])
+    assert second.parent_block_hash == first.block_hashes[0]
+    s.submit("b", [5, 6, 7, 8])
+    assert s.plan().ids == ["b"]
+    _, removed = drain(s)
+    assert [event.block_hashes for event in removed] == [second.block_hashes, first.block_hashes]
+
+
+def test_event_hashes_are_the_documented_ones() -> None:
+    s = Scenario([FULL], 16, P=4, enable_kv_cache_events=True)
+    run(s, "a", list(range(1, 9)))
+    stored, _ = drain(s)
+    assert [event.block_hashes for event in stored] == [[15932823548972441343], [12482753192408519678]]
+
+
+def test_events_are_a_net_change_and_follow_every_clear() -> None:
+    s = Scenario([FULL, swa(4)], 63, enable_kv_cache_events=True)
+    run(s, "a", list(range(1, 9)))
+    published = {event.block_hashes[0] for event in drain(s)[0]}
+    assert published
+    assert s.scheduler.clear_cache()
+    assert {event.block_hashes[0] for event in drain(s)[1]} == published
+    run(s, "b", list(range(1, 9)))
+    assert s.scheduler.clear_cache()
+    assert s.scheduler.drain_kv_events() == []
+
+
+def test_without_the_option_there_are_no_events() -> None:
+    s = Scenario([FULL], 16)
+    run(s, "a", list(range(8)))
+    assert s.scheduler.drain_kv_events() == []

@@ -1,0 +1,129 @@
+"""Random workloads: no wrong read, no block shared but by a hit, no leak, no starvation, equal plans."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .scenario import FULL, Group, swa
+from .workload import Workload
+
+GROUP_SETS: list[tuple[Group, ...]] = [
+    (FULL,),
+    (FULL, swa(4)),
+    (FULL, FULL),
+    (Group(granularity=2, packing=3), swa(5, granularity=4), swa(9, granularity=2, packing=2)),
+    (swa(6),),
+    (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
+    (Group(packing=4, shards=2), swa(3, granularity=1, packing=2)),
+]
+SWITCHES = list(itertools.product((False, True), (0, 1), (False, True)))
+
+
+def run_mixed_load(work: Workload, requests: int) -> None:
+    attempts = 0
+    while work.submitted < requests and attempts < 50 * requests:
+        attempts += 1
+        if len(work.live) < 8:
+            work.submit()
+        if work.random.random() < 0.7:
+            work.round()
+        work.disturb()
+    work.drain(rounds=5000)
+
+
+@pytest.mark.parametrize(("mixed", "overlap", "no_cache"), SWITCHES)
+@pytest.mark.parametrize("which", range(len(GROUP_SETS)))
+def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, no_cache: bool) -> None:
+    groups = GROUP_SETS[which]
+    work = Workload(
+        groups,
+        usable=18,
+        seed=which,
+        enable_mixed_prefill_decode=mixed,
+        overlap_schedule_depth=overlap,
+        disable_prefix_cache=no_cache,
+        max_batch_size=4,
+    )
+    run_mixed_load(work, requests=25)
+    assert work.submitted == 25
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    which=st.integers(0, len(GROUP_SETS) - 1),
+    usable=st.integers(3, 40),
+    seed=st.integers(0, 2**32),
+    mixed=st.booleans(),
+    overlap=st.integers(0, 1),
+    width=st.integers(1, 3),
+    no_cache=st.booleans(),
+    replay=st.integers(0, 6),
+    budget=st.integers(3, 40),
+    batch=st.integers(1, 6),
+)
+def test_any_configuration_serves_everybody(
+    which: int,
+    usable: int,
+    seed: int,
+    mixed: bool,
+    overlap: int,
+    width: int,
+    no_cache: bool,
+    replay: int,
+    budget: int,
+    batch: int,
+) -> None:
+    work = Workload(
+        GROUP_SETS[which],
+        usable,
+        seed,
+        budget=budget,
+        enable_mixed_prefill_decode=mixed,
+        overlap_schedule_depth=overlap,
+        decode_input_tokens=width,
+        disable_prefix_cache=no_cache,
+        prefix_replay_tokens=replay,
+        max_batch_size=batch,
+    )
+    run_mixed_load(work, requests=12)
+
+
+@pytest.mark.parametrize("which", range(len(GROUP_SETS)))
+def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> None:
+    for usable, width, (mixed, overlap, no_cache), budget in itertools.product(
+        (3, 4, 7, 12), (1, 3), SWITCHES, (4, 5, 16)
+    ):
+        work = Workload(
+            GROUP_SETS[which],
+            usable,
+            seed=usable,
+            budget=budget,
+            decode_input_tokens=width,
+            enable_mixed_prefill_decode=mixed,
+            overlap_schedule_depth=overlap,
+            disable_prefix_cache=no_cache,
+        )
+        bound = min(work.scheduler.max_single_request_tokens(), 80)
+        tail = width * (1 + overlap)
+        for new in (1, 9):
+            if bound - new - tail < 1:
+                continue
+            # Twice the same size, so that the second also meets what the first has left in the cache.
+            for _ in range(2):
+                assert work.submit(bound - new - tail, new, declared=True)
+                for _ in range(400):
+                    if not work.live:
+                        break
+                    work.round()
+                assert not work.live
+        work.drain(rounds=0)
+
+
+def test_workloads_meet_hits_and_retractions() -> None:
+    """Guards the tests above: a workload that never shares and never runs short would prove little."""
+    work = Workload((FULL, swa(4)), usable=18, seed=3, max_batch_size=4)
+    run_mixed_load(work, requests=40)
+    assert work.hits > 0
+    assert work.scheduler.num_retractions() > 0

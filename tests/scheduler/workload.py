@@ -1,0 +1,212 @@
+"""A random workload over two schedulers and a simulated device, with every plan checked."""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, Scheduler
+
+from .scenario import Group, Step, extend_result, make_config, named, reserve, spec
+from .simulated_device import DeviceRequest, Landing, SimulatedDevice, prefix_identities
+
+P = 4
+
+
+@dataclass
+class Live:
+    """What the host knows of a request."""
+
+    tokens: list[int]  # prompt and landed output
+    prompt: int
+    stop_after: int  # generated tokens
+    most: int  # tokens that its tables may ever cover
+    tables: list[list[int]] | None = None  # None while it holds no cache
+    slot: int | None = None
+    in_flight: int = 0
+
+
+class Workload:
+    def __init__(self, groups: Sequence[Group], usable: int, seed: int, **fields: object) -> None:
+        self.random = random.Random(seed)
+        self.groups = groups
+        self.usable = usable
+        self.config = make_config(groups, usable, **({"P": P, "budget": 16} | fields))  # type: ignore[arg-type]
+        self.width = self.config.decode_input_tokens
+        self.depth = self.config.overlap_schedule_depth
+        # Both get every call; their plans must be equal.
+        self.schedulers = [Scheduler(self.config) for _ in range(2)]
+        self.device = SimulatedDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
+        self.live: dict[str, Live] = {}
+        self.pending: list[list[Landing]] = []  # results by step, oldest first
+        self.submitted = 0
+        self.hits = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.schedulers[0]
+
+    def submit(self, prompt: int | None = None, new: int | None = None, declared: bool | None = None) -> bool:
+        """A random request, or one of the given size; False when it is over the pool's limit."""
+        prompt = self.random.randint(1, 24) if prompt is None else prompt
+        new = self.random.randint(1, 12) if new is None else new
+        # The last steps may write a whole width past the last token that is kept, one of them already planned.
+        room = new + self.width * (1 + self.depth)
+        if prompt + room > self.scheduler.max_single_request_tokens():
+            return False
+        declared = self.random.random() < 0.7 if declared is None else declared
+        # Few distinct tokens and a common start make prefixes coincide.
+        tokens = [0] * self.random.randint(0, prompt) if self.random.random() < 0.7 else []
+        tokens += [self.random.randint(0, 1) for _ in range(prompt - len(tokens))]
+        request_id = f"r{self.submitted}"
+        self.submitted += 1
+        for scheduler in self.schedulers:
+            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0)])
+        self.live[request_id] = Live(list(tokens), prompt, new, prompt + room + self.width)
+        self.device.requests[request_id] = DeviceRequest(list(tokens))
+        return True
+
+    def advance(self, *events: object) -> None:
+        batch = ExecutionEvent()
+        for event in events:
+            batch.add_event(event)  # type: ignore[arg-type]
+        for scheduler in self.schedulers:
+            scheduler.advance(batch)
+
+    def state(self, request_id: str) -> str:
+        """The request's state, read off an event that is refused in every one of them and so changes nothing."""
+        probe = ExecutionEvent().add_event(reserve(request_id, -1))
+        try:
+            self.scheduler.advance(probe)
+        except ValueError:
+            return "Decoding"
+        except RuntimeError as error:
+            (state,) = re.findall(r"state=tokenspeed::fsm::(\w+)", str(error))
+            return state
+        return "Finished"
+
+    # Rounds ---------------------------------------------------------------------------------------------------------
+
+    def round(self) -> Step:
+        """Plans, runs, and lands all but the steps that may stay out."""
+        step = self.plan()
+        while len(self.pending) > (self.depth if step.ids else 0):
+            self.land()
+        return step
+
+    def plan(self) -> Step:
+        step, twin = (Step(scheduler.next_execution_plan()) for scheduler in self.schedulers)
+        assert (step.ids, step.inputs, step.prefixes) == (twin.ids, twin.inputs, twin.prefixes)
+        assert (step.tables, step.zeroed) == (twin.tables, twin.zeroed)
+        self.check_limits(step)
+        self.check_tables(step)
+        for request_id in step.ids:
+            self.live[request_id].in_flight += 1
+        self.pending.append(self.device.run(step))
+        return step
+
+    def land(self) -> None:
+        """The oldest step's results; requests that have enough end."""
+        events: list[object] = []
+        for landing in self.pending.pop(0):
+            request_id, tokens = landing.request_id, landing.tokens
+            events.append(extend_result(request_id, tokens))
+            request = self.live.get(request_id)
+            if request is None:
+                continue  # ended while its last step was out
+            request.in_flight -= 1
+            request.tokens += tokens
+            if len(request.tokens) - request.prompt >= request.stop_after:
+                events.append(named(ForwardEvent.Finish, request_id))
+                del self.live[request_id]
+            elif landing.is_decode:
+                events.append(reserve(request_id, len(tokens)))
+        self.advance(*events)
+
+    def disturb(self) -> None:
+        """Now and then somebody gives up, or is told to start again."""
+        for request_id, request in list(self.live.items()):
+            if self.random.random() < 0.02:
+                self.advance(named(ForwardEvent.Abort, request_id))
+                del self.live[request_id]
+            elif self.random.random() < 0.02 and request.tables is not None and request.in_flight == 0:
+                self.advance(named(ForwardEvent.Retract, request_id))
+                request.tables = request.slot = None
+
+    def drain(self, rounds: int) -> None:
+        """Runs until everybody has finished, and checks that everything has come back."""
+        for _ in range(rounds):
+            if not self.live:
+                break
+            self.round()
+        assert not self.live, f"still live: { ({r: self.state(r) for r in self.live}) }"
+        while self.pending:
+            self.land()
+        for scheduler in self.schedulers:
+            scheduler.next_execution_plan()
+            assert scheduler.waiting_size() == scheduler.prefilling_size() == scheduler.decoding_size() == 0
+            assert (scheduler.active_lcm_blocks(), scheduler.available_lcm_blocks()) == (0, self.usable)
+            assert scheduler.clear_cache()
+            assert scheduler.empty_lcm_blocks() == self.usable
+
+    # Checks ---------------------------------------------------------------------------------------------------------
+
+    def check_limits(self, step: Step) -> None:
+        assert len(set(step.ids)) == len(step.ids) <= self.config.max_batch_size
+        assert sum(step.inputs) <= self.config.max_scheduled_tokens
+        extends = step.batch.num_extends()
+        if not self.config.enable_mixed_prefill_decode:
+            assert extends in (0, len(step.ids))
+        ends = [step.prefixes[row] + step.inputs[row] for row in range(extends)]
+        assert all(ends[row] <= step.batch.prefill_lengths[row] for row in range(extends))
+        truncated = [row for row in range(extends) if ends[row] < step.batch.prefill_lengths[row]]
+        assert truncated in ([], [extends - 1])
+        assert all(length == self.width for length in step.inputs[extends:])
+
+    def check_tables(self, step: Step) -> None:
+        """Growth, request slots and zeroing of the plan's rows; sharing among all who hold cache."""
+        fresh: dict[str, list[int]] = {}
+        for row, request_id in enumerate(step.ids):
+            request = self.live[request_id]
+            tables = [step.row(request_id, group) for group in range(len(self.groups))]
+            first = request.tables is None
+            if first:
+                assert row < step.batch.num_extends()
+                assert step.prefixes[row] % P == 0
+                self.hits += step.prefixes[row]
+                request.slot = step.batch.request_pool_indices[row]
+                assert 1 <= request.slot <= self.config.max_batch_size
+            assert request.slot == step.batch.request_pool_indices[row]
+            for group, table in enumerate(tables):
+                held = step.prefixes[row] // self.device.granularity(group) if first else len(request.tables[group])  # type: ignore[index]
+                assert len(table) >= held
+                assert len(table) <= -(-request.most // self.device.granularity(group))
+                fresh.setdefault(f"g{group}", []).extend(block for block in table[held:] if block > 0)
+            request.tables = tables
+        assert {name: sorted(blocks) for name, blocks in fresh.items() if blocks} == {
+            name: sorted(blocks) for name, blocks in step.zeroed.items() if blocks
+        }
+        for request_id, request in self.live.items():
+            if request.tables is not None and self.state(request_id) == "Retracted":
+                assert request.in_flight == 0
+                request.tables = request.slot = None
+        self.check_sharing()
+
+    def check_sharing(self) -> None:
+        holders: dict[tuple[int, int], tuple[int, int | None]] = {}
+        slots: set[int | None] = set()
+        for request in self.live.values():
+            if request.tables is None:
+                continue
+            assert request.slot not in slots
+            slots.add(request.slot)
+            identities = prefix_identities(request.tokens)
+            for group, table in enumerate(request.tables):
+                g = self.device.granularity(group)
+                for slot, block in enumerate(table):
+                    if block <= 0:
+                        continue
+                    end = (slot + 1) * g
+                    meaning = (slot, identities[end - 1] if end <= len(identities) else None)
+                    other = holders.setdefault((group, block), meaning)
+                    assert other is meaning or (other == meaning and other[1] is not None), "shared without a hit"
