@@ -69,6 +69,7 @@ def add_block(
     keys_read: Callable[[], None],
     await_values: Callable[[], None],
     interpreted: bool,
+    issued: Callable[[], None] = lambda: None,
 ) -> RowState:
     """The state after one block of keys.
 
@@ -76,13 +77,15 @@ def add_block(
         q_smem, k_smem, v_smem: [64, dim] queries, [keys, dim] keys and values.
         mask: scores -> scores with what is not visible at `MASKED`; None when all is visible.
         keys_read: called once the keys are no longer needed.
-        await_values: called before the values are read.
+        await_values: called after the softmax, before the values are read.
         interpreted: the CPU interpreter multiplies registers with a plain dot, since its wgmma takes only refs.
+        issued: called once the first product is on its way.
     """
     keys = k_smem.shape[0]
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, q_smem, k_smem.transpose((1, 0)))
+        issued()
         return acc[...]
 
     scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), jnp.float32))
@@ -95,7 +98,8 @@ def add_block(
     p = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
     weight = state.weight * keep + p.sum(axis=1)
     kept = tuple(chunk * lax.broadcast_in_dim(keep, chunk.shape, [0]) for chunk in state.values)
-    p16 = p.astype(v_smem.dtype)
+    # Nothing of the softmax may slip past the wait: what follows it belongs to the matrix units.
+    kept, top, weight, p16 = lax.optimization_barrier((kept, top, weight, p.astype(v_smem.dtype)))
     await_values()
     if interpreted:
         values = tuple(

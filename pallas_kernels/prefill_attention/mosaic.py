@@ -4,8 +4,8 @@
 
     loader warpgroup                 shared memory                       compute warpgroups 0 and 1
     ----------------                 -------------                       --------------------------
-                                     stage [2, 64, <= 128] <-- TMA -----  q[tokens, head] of its own 64 tokens
-                                     q [2, 64, D] swizzled <-- registers  the stage's columns, once per 128
+                                     stage [2, n, 64, 64] <-- TMA ------  q[tokens, head] of its own 64 tokens
+                                     q [2, 64, D] swizzled <-- registers  64 columns at a time
     page ids <- page_table
     waits k_free[slot] (both)
     k[page, :, kv head] -- TMA ----> k[slot] [keys, D] ---------------->  waits k_ready[slot]; S = q k^T (wgmma)
@@ -13,14 +13,16 @@
     v[page, :, kv head] -- TMA ----> v[slot] [keys, D] ---------------->  waits v_ready[slot]; O += P v (wgmma)
     ... next block of keys                                                arrives v_free[slot]
 
-                                     stage <-- registers                  at the end: O / sum, <= 128 columns each
+                                     stage <-- registers                  at the end: O / sum, 64 columns at a time
                                      out[tokens, head] <-- TMA            in pieces of 64, 32, ..., 1 tokens
 
 Tiles never cross rows, so one page list serves a tile. A warpgroup loads 64 tokens wherever its tile starts; rows of
 the product that belong to other tiles compute something that nobody stores. TMA can only swizzle what starts at a
-multiple of 8 tokens, which tiles do not, hence the stage: plain on TMA's side, swizzled by registers. Only blocks of
-keys on the diagonal, or all of them under a sliding window, pay for a mask. Padding tokens form one more row that has
-no keys: its tiles store zeros.
+multiple of 8 tokens, which tiles do not, hence the stage between TMA and the swizzled queries. Only blocks of keys on
+the diagonal, or all of them under a sliding window, pay for a mask. Padding tokens form one more row that has no keys:
+its tiles store zeros.
+
+The two compute warpgroups take turns: while one multiplies, the other computes exponents (`turn`).
 """
 
 import dataclasses
@@ -42,7 +44,9 @@ from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 PAGE = 64
 COMPUTE_WARPGROUPS = 2
 TILE = COMPUTE_WARPGROUPS * blocks.ROWS
-STAGE_COLUMNS = 128
+# Each chunk of the stage is 64 columns wide, one 128-byte line per row: Mosaic may swizzle it, and a line's place in
+# the swizzle pattern is then its row, wherever a copy of some of the rows begins.
+STAGE_CHUNKS = 2
 
 Ref = Any
 
@@ -108,12 +112,13 @@ def prefill_attention_mosaic(
         "q_smem": blocks.swizzled(halves, blocks.ROWS, dim, dtype=q.dtype),
         "k_smem": blocks.swizzled(tiling.stages, keys, dim, dtype=q.dtype),
         "v_smem": blocks.swizzled(tiling.stages, keys, dim, dtype=q.dtype),
-        "stage": plgpu.SMEM((halves, blocks.ROWS, min(dim, STAGE_COLUMNS)), q.dtype),
+        "stage": plgpu.SMEM((halves, min(dim // blocks.CHUNK, STAGE_CHUNKS), blocks.ROWS, blocks.CHUNK), q.dtype),
         "q_ready": plgpu.Barrier(num_barriers=halves),
         "k_ready": plgpu.Barrier(num_arrivals=tiling.block_pages, num_barriers=tiling.stages),
         "v_ready": plgpu.Barrier(num_arrivals=tiling.block_pages, num_barriers=tiling.stages),
         "k_free": plgpu.Barrier(num_arrivals=halves, num_barriers=tiling.stages),
         "v_free": plgpu.Barrier(num_arrivals=halves, num_barriers=tiling.stages),
+        "turn": plgpu.Barrier(num_arrivals=halves),
     }
     kernel = plgpu.kernel(
         functools.partial(
@@ -242,34 +247,48 @@ def _attend(
     loaded_from = jnp.minimum(tile.start + own_start, q_ref.shape[0] - blocks.ROWS)
     skipped = tile.start + own_start - loaded_from
 
+    take_turn = functools.partial(_take_turn, scratch)
+
     @pl.when(own_length > 0)
     def _busy() -> None:
         _load_queries(q_ref, tile, half, loaded_from, scratch)
+        # Half a step behind from here on, so that one warpgroup's products fall into the other's softmax.
+        pl.when(half == 1)(take_turn)
         state = _softmax_over_blocks(
             out_ref.shape[-1], tile, half, tile.position + own_start, skipped, rule, tiling, interpreted, scratch
         )
+        pl.when(half == 0)(take_turn)
         _store(out_ref, blocks.outputs(state), tile, half, skipped, own_length, scratch)
 
     @pl.when(own_length == 0)
     def _idle() -> None:
-        # The loader counts both warpgroups before it reuses a slot.
+        # Only warpgroup 1 can have nothing to do. The loader and warpgroup 0 still count on it at every step.
+        take_turn()
+
         @pl.loop(0, tile.steps)
         def _pass(step: jax.Array) -> None:
             slot = lax.rem(step, tiling.stages)
             for name in ("k", "v"):
                 plgpu.barrier_wait(scratch[f"{name}_ready"].at[slot])
                 plgpu.barrier_arrive(scratch[f"{name}_free"].at[slot])
+                take_turn()
+
+
+def _take_turn(scratch: dict[str, Ref]) -> None:
+    plgpu.barrier_arrive(scratch["turn"])
+    plgpu.barrier_wait(scratch["turn"])
 
 
 def _load_queries(q_ref: Ref, tile: Tile, half: jax.Array, loaded_from: jax.Array, scratch: dict[str, Ref]) -> None:
     stage = scratch["stage"].at[half]
-    width = stage.shape[-1]
-    for start in range(0, q_ref.shape[-1], width):
-        columns = pl.ds(start, width)
-        tokens = pl.ds(loaded_from, blocks.ROWS)
-        plgpu.copy_gmem_to_smem(q_ref.at[tokens, tile.head, columns], stage, scratch["q_ready"].at[half])
-        plgpu.barrier_wait(scratch["q_ready"].at[half])
-        scratch["q_smem"].at[half, :, columns][...] = plgpu.layout_cast(stage[...], plgpu.Layout.WGMMA)
+    tokens = pl.ds(loaded_from, blocks.ROWS)
+    ready = scratch["q_ready"].at[half]
+    for i in range(q_ref.shape[-1] // blocks.CHUNK):
+        chunk = stage.at[i % stage.shape[0]]
+        columns = pl.ds(i * blocks.CHUNK, blocks.CHUNK)
+        plgpu.copy_gmem_to_smem(q_ref.at[tokens, tile.head, columns], chunk, ready)
+        plgpu.barrier_wait(ready)
+        scratch["q_smem"].at[half, :, columns][...] = plgpu.layout_cast(chunk[...], plgpu.Layout.WGMMA)
         plgpu.commit_smem()
 
 
@@ -300,6 +319,11 @@ def _softmax_over_blocks(
                 seen &= ahead > distance - rule.sliding_window
             return jnp.where(seen, scores, blocks.MASKED)
 
+        def await_values() -> None:
+            plgpu.barrier_arrive(scratch["turn"])
+            plgpu.barrier_wait(scratch["v_ready"].at[slot])
+            plgpu.barrier_wait(scratch["turn"])
+
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         state = blocks.add_block(
             state,
@@ -309,7 +333,8 @@ def _softmax_over_blocks(
             rule=rule,
             mask=mask if masked else None,
             keys_read=lambda: plgpu.barrier_arrive(scratch["k_free"].at[slot]),
-            await_values=lambda: plgpu.barrier_wait(scratch["v_ready"].at[slot]),
+            issued=functools.partial(_take_turn, scratch),
+            await_values=await_values,
             interpreted=interpreted,
         )
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
@@ -334,11 +359,10 @@ def _store(
 ) -> None:
     """Stores `length` rows from row `skipped` on: one copy for each power of two in `length`."""
     stage = scratch["stage"].at[half]
-    width = stage.shape[-1]
-    for start in range(0, out_ref.shape[-1], width):
-        for i in range(width // blocks.CHUNK):
-            columns = pl.ds(i * blocks.CHUNK, blocks.CHUNK)
-            stage.at[:, columns][...] = outputs[start // blocks.CHUNK + i].astype(out_ref.dtype)
+    together = stage.shape[0]
+    for start in range(0, len(outputs), together):
+        for i in range(together):
+            stage.at[i][...] = outputs[start + i].astype(out_ref.dtype)
         plgpu.commit_smem()
         done = jnp.int32(0)
         piece = blocks.ROWS
@@ -347,9 +371,11 @@ def _store(
             @pl.when((length & piece) != 0)
             def _copy(done: jax.Array = done, piece: int = piece, start: int = start) -> None:
                 tokens = pl.ds(tile.start + half * blocks.ROWS + done, piece)
-                plgpu.copy_smem_to_gmem(
-                    stage.at[pl.ds(skipped + done, piece)], out_ref.at[tokens, tile.head, pl.ds(start, width)]
-                )
+                for i in range(together):
+                    columns = pl.ds((start + i) * blocks.CHUNK, blocks.CHUNK)
+                    plgpu.copy_smem_to_gmem(
+                        stage.at[i, pl.ds(skipped + done, piece)], out_ref.at[tokens, tile.head, columns]
+                    )
 
             done += length & piece
             piece //= 2

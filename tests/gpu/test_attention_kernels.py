@@ -16,13 +16,13 @@ from tokenspeed_jax.pallas_kernels.problems import PagedProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 DECODE_LENS = (0, 1, 63, 64, 65, 1000, 2500, 4096)
-PREFILL_ROWS = ((1, 700), (0, 0), (130, 130), (64, 1024), (333, 1100), (128, 128), (7, 64))
+PREFILL_ROWS = ((1, 700), (0, 0), (130, 130), (64, 650), (150, 600), (128, 128), (7, 64))
 
 RULES = {
     "plain": {},
     "window": {"sliding_window": 130},
     "soft_cap": {"soft_cap": 20.0},
-    "window_and_soft_cap": {"sliding_window": 1024, "soft_cap": 50.0},
+    "window_and_soft_cap": {"sliding_window": 400, "soft_cap": 50.0},
 }
 # Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, multi-query, and a group that fills the matrix rows.
 GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
@@ -86,10 +86,10 @@ def test_decode_is_right_for_any_number_of_splits(splits, dtype):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_prefill_equals_the_reference(geometry, rule):
-    problem = problem_for(geometry, PREFILL_ROWS, rule, columns=18, num_tokens=704)
+    problem = problem_for(geometry, PREFILL_ROWS, rule, columns=11, num_tokens=520)
     out = prefill(problem, "mosaic", rule)
     assert_close(out, prefill(problem, "reference", rule))
-    np.testing.assert_array_equal(np.asarray(out[663:], np.float32), 0.0)
+    np.testing.assert_array_equal(np.asarray(out[480:], np.float32), 0.0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 65])
