@@ -28,6 +28,7 @@ def test_tiny_goldens_hold_in_float32(family: str) -> None:
         max_num_seqs=4,
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=16 << 20,
+        warmup=False,
         disable_progress_bars=True,
     )
     with Engine(config) as engine:
@@ -44,7 +45,7 @@ def test_tiny_goldens_hold_in_float32(family: str) -> None:
         assert engine._assembly.programs.model.arena.null_parent_is_zero()
 
 
-def bf16_engine() -> Engine:
+def bf16_engine(*, warmup: bool) -> Engine:
     """Four layers of a shape that the Mosaic kernels serve, with random weights."""
     family = MODEL_FAMILIES["Qwen3ForCausalLM"]
     config = family.config.from_hf(
@@ -66,13 +67,14 @@ def bf16_engine() -> Engine:
         max_num_seqs=16,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=2 << 30,
+        warmup=warmup,
         disable_progress_bars=True,
     )
     return Engine.from_model(model, options)
 
 
 def test_steps_alias_the_arena_and_copy_no_plane() -> None:
-    with bf16_engine() as engine:
+    with bf16_engine(warmup=True) as engine:
         programs = engine._assembly.programs
         arena = programs.model.arena
         plane_bytes = {plane.nbytes for plane in arena.planes.values()}
@@ -91,7 +93,7 @@ def test_bfloat16_serving_stays_close_to_plain_scoring() -> None:
         for seed, length in enumerate((3, 64, 65, 700))
     ]
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
-    with bf16_engine() as engine:
+    with bf16_engine(warmup=False) as engine:
         for output in [*engine.generate(prompts, params), *engine.generate(prompts, params)]:
             sample = output.samples[0]
             scores = engine.score([*output.prompt_token_ids, *sample.token_ids])[-24:]

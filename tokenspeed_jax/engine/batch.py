@@ -22,6 +22,10 @@ from tokenspeed_jax.engine.sampler import RowSampling
 FROM_DEVICE = -1
 """Token of a row whose input is the token that an earlier step sampled and left on the device."""
 
+_ALIGNMENT = 64
+"""Fields begin at multiples of this many int32: XLA hands a slice to a kernel in place, and Mosaic GPU kernels take
+buffers aligned to 256 bytes only."""
+
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INT_COLUMNS = ("slot", "top_k", "seed_high", "seed_low", "output_index", "min_tokens", "samples", "uses_history")
 _SLOT, _TOP_K, _SEED_HIGH, _SEED_LOW, _OUTPUT_INDEX, _MIN_TOKENS, _SAMPLES, _USES_HISTORY = range(len(_INT_COLUMNS))
@@ -72,7 +76,7 @@ class BatchLayout:
         for name, shape in shapes.items():
             end = begin + int(np.prod(shape))
             slices[name] = (slice(begin, end), shape)
-            begin = end
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         return slices
 
     @property
