@@ -164,7 +164,7 @@ def test_ignore_eos_keeps_its_text_and_goes_on_but_stop_ids_still_end() -> None:
 def test_nothing_ends_a_sample_within_min_tokens_but_its_length() -> None:
     params = SamplingParams(min_tokens=3, stop="b", stop_token_ids=[0], max_tokens=9)
     subject = checker(params, Pieces([b"b"] * (EOS + 1)))
-    assert [subject.push(token) for token in (0, EOS, 5)] == [StopUpdate("b")] * 3
+    assert [subject.push(token) for token in (5, EOS, 0)] == [StopUpdate("b")] * 3
     assert subject.push(5) == StopUpdate("", "stop", "b")
     subject = checker(params, Pieces([b"b"] * 9), max_tokens=3)
     assert [subject.push(5).finish_reason for _ in range(3)] == [None, None, "length"]
@@ -182,11 +182,12 @@ def test_an_abort_releases_what_was_held() -> None:
     assert subject.flush() == ""
 
 
-def test_pushing_after_the_end_is_an_error() -> None:
-    subject = checker(SamplingParams(), pieces("a", "b"), max_tokens=1)
-    subject.push(0)
+@pytest.mark.parametrize("last", ["length", "stop string", "eos"])
+def test_pushing_after_the_end_is_an_error(last: str) -> None:
+    subject = checker(SamplingParams(stop="b"), pieces("a", "b"), max_tokens=1 if last == "length" else 9)
+    assert subject.push({"length": 0, "stop string": 1, "eos": EOS}[last]).finish_reason is not None
     with pytest.raises(RuntimeError, match="ended"):
-        subject.push(1)
+        subject.push(0)
     assert subject.flush() == ""
 
 
