@@ -66,7 +66,6 @@ void CacheWorkload::Arrive() {
   hits_ += hit > 0 ? 1 : 0;
   candidates.resize(static_cast<std::size_t>(hit / kPrefixGranularity));
   request.hashes = candidates;
-  for (std::size_t g = 0; g < specs_.size(); ++g) CheckHit(request, g, probe.device.masks[g]);
   requests_.push_back(std::move(request));
 }
 
@@ -100,6 +99,7 @@ bool CacheWorkload::Prefill(Request& request, const PrefixProbe& probe, int32_t 
     demands[g] = Sparse(after, (checkpoint - 1) / specs_[g].block_granularity, reserve);
   }
   if (!Admit(request, probe, demands, progress)) return false;
+  CheckReadable(request, before);
   if (aligned > before) request.state_boundaries.push_back(aligned);
   if (checkpoint < after) Write(request, before, checkpoint);
   Write(request, std::min(before, checkpoint), after);
@@ -116,6 +116,7 @@ bool CacheWorkload::Decode(Request& request, const RequestProgress& progress) {
     request.tokens.pop_back();
     return false;
   }
+  CheckReadable(request, request.computed);
   Write(request, request.computed, request.computed + 1);
   return true;
 }
@@ -156,14 +157,6 @@ std::pair<int32_t, int32_t> CacheWorkload::Place(const Request& request, std::si
   return {static_cast<int32_t>(g), cache_.group(static_cast<int32_t>(g)).allocator().BlockId(request.tables[g].blocks[slot])};
 }
 
-void CacheWorkload::CheckHit(const Request& request, std::size_t g, const PrefixMask& mask) {
-  for (std::size_t slot = 0; slot < mask.size(); ++slot) {
-    if (mask[slot] == 0) continue;
-    const auto expected = Contents(request, static_cast<int32_t>(slot), specs_[g].block_granularity, request.prompt);
-    EXPECT_EQ(contents_[Place(request, g, static_cast<int32_t>(slot))], expected);
-  }
-}
-
 void CacheWorkload::Leave(std::size_t i, bool publish) {
   Request& request = requests_[i];
   std::vector<PrefixHash> hashes = request.hashes;
@@ -183,15 +176,19 @@ void CacheWorkload::CheckTables(Request& request) {
     request.known_frontiers[g] = table.reclaimed_prefix_blocks;
     EXPECT_EQ(table.NumSlots() * granularity - table.available_tokens, request.computed);
     for (int32_t slot = 0; slot < table.reclaimed_prefix_blocks; ++slot) EXPECT_FALSE(bool(table.blocks[slot]));
+  }
+  CheckReadable(request, request.computed);
+}
 
+void CacheWorkload::CheckReadable(const Request& request, int32_t position) {
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    const int32_t granularity = specs_[g].block_granularity;
     int32_t first_read = 0;
-    if (specs_[g].kind == CacheGroupKind::kRecurrentState) first_read = request.computed - 1;
-    if (specs_[g].kind == CacheGroupKind::kSlidingWindow) {
-      first_read = std::max(0, request.computed - specs_[g].sliding_window_tokens + 1);
-    }
-    for (int32_t slot = first_read / granularity; slot * granularity < request.computed; ++slot) {
-      REQUIRE(bool(table.blocks[slot]));
-      EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, request.computed));
+    if (specs_[g].kind == CacheGroupKind::kRecurrentState) first_read = position - 1;
+    if (specs_[g].kind == CacheGroupKind::kSlidingWindow) first_read = position - specs_[g].sliding_window_tokens + 1;
+    for (int32_t slot = std::max(0, first_read) / granularity; slot * granularity < position; ++slot) {
+      REQUIRE(bool(request.tables[g].blocks[slot]));
+      EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, position));
     }
   }
 }

@@ -79,7 +79,8 @@ class CacheWorkload {
 
   std::pair<int32_t, int32_t> Place(const Request& request, std::size_t g, int32_t slot) const;
 
-  void CheckHit(const Request& request, std::size_t g, const PrefixMask& mask);
+  // That a query at `position` finds all it reads, and that it is what the request's own tokens give.
+  void CheckReadable(const Request& request, int32_t position);
 
   void Leave(std::size_t i, bool publish);
 
