@@ -198,7 +198,14 @@ def test_a_refused_request_names_the_parameter_and_submits_nothing(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_model_len": 10**6}, {"kv_cache_memory_bytes": 1000}, {"max_num_batched_tokens": 2}, {"dtype": "int8"}],
+    [
+        {"max_model_len": 10**6},
+        {"kv_cache_memory_bytes": 1000},
+        {"max_num_batched_tokens": 2},
+        {"dtype": "int8"},
+        {"attention_implementation": "mosaic", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 512},
+        {"prefix_granularity": 24},
+    ],
 )
 def test_a_configuration_that_cannot_work_names_the_option(changes: dict) -> None:
     with pytest.raises(ConfigError) as caught:

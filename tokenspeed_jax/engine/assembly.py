@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.attention.kernel_choice import mosaic_refusals
 from tokenspeed_jax.attention.kernel_page_sizes import history_kernel_page_sizes
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import bind_cache_groups
@@ -167,22 +168,35 @@ def _step_model(
     config: EngineConfig, source: ModelSource, graph: Any, setup: CacheSetup, limits: EngineLimits
 ) -> StepModel:
     arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
+    page_sizes = history_kernel_page_sizes(setup.specs, "mha", config.kernel_page_size)
     router = CacheGroupRouter(
         arena.contract,
-        history_kernel_page_sizes(setup.specs, "mha", config.kernel_page_size),
+        page_sizes,
         max_context_len=limits.max_model_len,
         overlap_tokens=_scheduler_limits(config, limits).overlap_tokens,
     )
-    on_gpu_in_float32 = jax.default_backend() == "gpu" and source.dtype.name == "float32"
-    implementation = config.attention_implementation
+    layers = source.config.attention_layers()
+    bindings = bind_cache_groups(layers, setup.plan, setup.specs)
+    refusals = mosaic_refusals(layers, bindings, page_sizes, source.dtype.name)
+    if refusals and config.attention_implementation == "mosaic":
+        raise ConfigError(
+            f"attention_implementation mosaic cannot serve this model: {next(iter(refusals.values()))}",
+            field="attention_implementation",
+        )
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and config.attention_implementation == "auto":
+        for operation, reason in refusals.items():
+            _LOG.warning("%s attention runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
     return StepModel(
         graph=graph,
         vocab_size=limits.vocab_size,
         arena=arena,
         router=router,
-        bindings=bind_cache_groups(source.config.attention_layers(), setup.plan, setup.specs),
-        attention_implementation=None if implementation == "auto" else implementation,
-        precision="highest" if on_gpu_in_float32 else None,
+        bindings=bindings,
+        attention_implementation=(
+            None if config.attention_implementation == "auto" else config.attention_implementation
+        ),
+        precision="highest" if on_gpu and source.dtype.name == "float32" else None,
     )
 
 
