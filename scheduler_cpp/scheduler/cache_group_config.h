@@ -19,7 +19,7 @@ struct CacheGroupConfig {
   int32_t block_granularity = 0;  // tokens per block-table slot
   int32_t total_pages = 0;        // ids, the null id included
   CacheRetention retention = CacheRetention::kFullHistory;
-  std::optional<int32_t> sliding_window_tokens;
+  std::optional<int32_t> sliding_window_tokens = std::nullopt;
   CacheGroupFamily family = CacheGroupFamily::kHistory;
   int32_t cache_blocks_per_lcm_block = 1;
   CacheTransferPolicy transfer_policy = CacheTransferPolicy::kUnspecified;

@@ -67,9 +67,17 @@ int64_t CapacityModel::SlidingPrefillPeak(const CacheGroupConfig& group, int64_t
   if (prompt <= chunk) {
     return whole;
   }
-  const int64_t middle = group.LookbackBlocks() + CeilDiv(chunk, granularity);
-  const int64_t last =
-      group.LookbackBlocks() + CeilDiv(std::min(prompt - chunk, chunk) + decode, granularity);
+  // Chunks that end inside a block make a window and its chunk touch one block more than their lengths suggest.
+  const bool chunks_end_on_blocks = chunk % granularity == 0;
+  const int64_t window = std::min<int64_t>(group.sliding_window_tokens.value_or(1) - 1, prompt);
+  const auto behind_window = [&](int64_t tokens) {
+    return chunks_end_on_blocks ? group.LookbackBlocks() + CeilDiv(tokens, granularity)
+                                : CeilDiv(window + tokens + granularity - 1, granularity);
+  };
+  const int64_t middle = behind_window(chunk);
+  // The last chunk follows another one, or a prefix hit of one page or more.
+  const int64_t before_last = std::min<int64_t>(chunk, config_.prefix_granularity);
+  const int64_t last = behind_window(std::min(prompt - before_last, chunk) + decode);
   return std::max({whole, middle, last});
 }
 

@@ -96,6 +96,14 @@ PrefillReserve RequestAdmission::FirstChunkReserve(const Request& request, int64
 AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh) {
   if (!slots_.HasFree()) return AdmissionOutcome::kNotNow;
   const PrefixProbe probe = ProbeFor(request);
+  const AdmissionOutcome outcome = FirstChunkAfter(probe, request, budget, fresh);
+  const bool alone_with_hit = book_.resident().empty() && probe.device_prefix_tokens() > 0;
+  if (outcome != AdmissionOutcome::kNoCapacity || !alone_with_hit) return outcome;
+  return FirstChunkAfter(coordinator_.ProbePrefix({}), request, budget, fresh);
+}
+
+AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget,
+                                                   FreshBlocks& fresh) {
   const int32_t hit = probe.device_prefix_tokens();
   const int32_t promotion = probe.promotion_boundary_tokens();
   const auto chunk = static_cast<int32_t>(
