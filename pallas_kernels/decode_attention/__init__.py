@@ -67,8 +67,7 @@ def decode_attention(
         The attended values, in `q`'s dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot serve the call (the
-            message says why).
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     rule = ScoreRule(scale, sliding_window, soft_cap)
     check_implementation(implementation)

@@ -19,6 +19,8 @@ The query heads of one KV head are the rows of the matrix product; up to 64 of t
 stays well below the time that its page takes to arrive. Each split owns a contiguous run of the row's visible pages,
 computed from `kv_lens`, so a short row in a wide table costs its own pages only. With several splits the partial
 outputs are float32 and a small XLA fusion merges them by their log weights.
+
+A page's rows beyond the length or below the window get weight 0, not skipped: they must be finite.
 """
 
 import dataclasses

@@ -23,6 +23,8 @@ the diagonal, or all of them under a sliding window, pay for a mask. Padding tok
 its tiles store zeros.
 
 The two compute warpgroups take turns: while one multiplies, the other computes exponents (`turn`).
+
+What no token of a tile sees of its pages gets weight 0, not skipped: it must be finite.
 """
 
 import dataclasses

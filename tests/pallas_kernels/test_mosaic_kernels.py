@@ -1,5 +1,7 @@
 """The Mosaic kernels in the CPU interpreter, which models barriers and the copy engine and reports races."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +27,12 @@ def interpret(capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+def behind_other_pages(view, pages):
+    """The same view in a plane whose page 0 stands behind `pages` others, which hold NaN."""
+    other = jnp.full((pages, view.plane.shape[1]), 0xFF, jnp.uint8)
+    return dataclasses.replace(view, plane=jnp.concatenate([other, view.plane]), first_row=pages)
+
+
 def assert_close(actual, expected):
     actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
     np.testing.assert_allclose(actual, expected, atol=2e-2)
@@ -43,6 +51,7 @@ def test_decode_kernel_equals_the_reference_without_races(interpret, splits, kv_
         np.random.default_rng(0), query_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_heads=3, num_kv_heads=1,
         head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
     )  # fmt: skip
+    problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 1), v=behind_other_pages(problem.v, 2))
     arguments = problem.decode_arguments()
     out = decode_attention_mosaic(*arguments, rule, tiling=DecodeTiling(splits, 2), interpret=interpret)
     assert_close(out, decode_attention_reference(*arguments, rule))
@@ -61,6 +70,7 @@ def test_prefill_kernel_equals_the_reference_without_races(interpret, query_lens
         np.random.default_rng(0), query_lens=query_lens, kv_lens=kv_lens, num_tokens=num_tokens, num_heads=1,
         num_kv_heads=1, head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
     )  # fmt: skip
+    problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 2), v=behind_other_pages(problem.v, 1))
     arguments = problem.prefill_arguments()
     out = prefill_attention_mosaic(*arguments, rule, tiling=PrefillTiling(1, 2), interpret=interpret)
     assert_close(out, prefill_attention_reference(*arguments, rule))
