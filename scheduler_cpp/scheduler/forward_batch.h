@@ -52,7 +52,9 @@ class ForwardBatch {
   // Orders prefill rows before decode rows and builds the tables.
   void Seal(std::span<const std::string> group_ids);
 
-  [[nodiscard]] std::size_t NumRows() const { return prefill_.request_ids.size() + decode_.request_ids.size(); }
+  [[nodiscard]] std::size_t NumRows() const {
+    return request_ids.size() + prefill_.request_ids.size() + decode_.request_ids.size();
+  }
   [[nodiscard]] std::size_t NumExtends() const { return extend_prefix_lens.size(); }
 
   // Per row; filled by Seal.

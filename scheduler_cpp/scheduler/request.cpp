@@ -65,6 +65,7 @@ RequestState Request::StateAfter(const PrefillWindow& window) const {
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
   TOKENSPEED_CHECK(IsWaiting() && window.end() <= prefill_size_, "prefill starts from a waiting state");
   resources_ = std::move(resources);
+  yields_to_decodes_ = false;
   window_ = window;
   next_reserve_ = next_reserve;
   state_ = StateAfter(window);
@@ -91,11 +92,13 @@ void Request::Land(std::span<const int32_t> tokens) {
   --resources_->results_in_flight;
 }
 
-void Request::Retract(bool raises_headroom) {
+void Request::Retract(bool made_way) {
   TOKENSPEED_CHECK(IsResident(), "only a resident request can be retracted");
+  yields_to_decodes_ = made_way && state_ == RequestState::kPrefilling;
+  decode_blocked = false;
   resources_.reset();
   prefill_size_ = TokenSize();
-  if (raises_headroom) ++retractions_;
+  if (made_way) ++retractions_;
   state_ = RequestState::kRetracted;
 }
 

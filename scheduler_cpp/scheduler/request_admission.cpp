@@ -81,10 +81,7 @@ std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, 
 
 PrefillReserve RequestAdmission::FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const {
   const int64_t later = request.prefill_size() - hit - chunk;
-  int64_t headroom = request.Budget().AdmissionHeadroom();
-  // Whoever had to give way once returns only when its whole prompt and a first step fit. Otherwise a prompt without a
-  // declared end could take what a blocked decode waits for, block on its second chunk, give way, and so on for ever.
-  if (request.state() == RequestState::kRetracted) headroom = std::max<int64_t>(headroom, config_.decode_input_tokens);
+  const int64_t headroom = request.Budget().AdmissionHeadroom();
   const bool others = (hit > 0 || later > 0) && !book_.resident().empty();
   return PrefillReserve{.decode_width = config_.decode_input_tokens,
                         .completes = later == 0,

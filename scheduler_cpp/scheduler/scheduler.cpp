@@ -99,7 +99,7 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
         } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
-          Retract(request, /*raises_headroom=*/false);
+          Retract(request, /*made_way=*/false);
         } else {
           // Finish, Abort, PD failure and PD success; the rules let nothing else through.
           if (std::is_same_v<Event, FinishEvent> && request.IsResident()) admission_.PublishAtFinish(request);

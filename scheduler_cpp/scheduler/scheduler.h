@@ -91,6 +91,8 @@ class Scheduler {
   bool ScheduleResidentPrefills(Round& round);
   void ScheduleWaiting(Round& round);
   void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
+  // Whether a waiting request must let blocked decodes go first.
+  bool MustYield(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);
   bool AnyResultOut() const;
@@ -104,10 +106,10 @@ class Scheduler {
   Victim ChooseVictim(const Round& round) const;
   Request* ChooseAmongPrefilling(bool spare_covered) const;
   Request* ChooseAmongDecoding(bool spare_covered, bool& any) const;
-  Request* FirstWaitingExcept(const Request& excluded) const;
+  Request* FirstReadyExcept(const Request& excluded) const;
   // Serves the grantee with what a retraction freed; true when the round should look for no further victim.
   bool Grant(Round& round, Request& grantee);
-  void Retract(Request& request, bool raises_headroom);
+  void Retract(Request& request, bool made_way);
 
   void Apply(Request& request, const SchedulerEvent& event);
 

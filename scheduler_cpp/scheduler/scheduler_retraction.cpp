@@ -67,14 +67,14 @@ Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
   return Victim{};
 }
 
-void Scheduler::Retract(Request& request, bool raises_headroom) {
+void Scheduler::Retract(Request& request, bool made_way) {
   ++num_retractions_;
-  book_.Move(request, [&](Request& moved) { moved.Retract(raises_headroom); });
+  book_.Move(request, [&](Request& moved) { moved.Retract(made_way); });
 }
 
-Request* Scheduler::FirstWaitingExcept(const Request& excluded) const {
+Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
   for (const auto& [sequence, request] : book_.waiting()) {
-    if (request != &excluded) return request;
+    if (request != &excluded && !MustYield(*request)) return request;
   }
   return nullptr;
 }
@@ -93,7 +93,7 @@ void Scheduler::MakeRoom(Round& round) {
   while (grantee != nullptr) {
     const Victim victim = ChooseVictim(round);
     if (victim.request == nullptr) return;
-    Retract(*victim.request, /*raises_headroom=*/true);
+    Retract(*victim.request, /*made_way=*/true);
     // It was blocked with the pool to itself, so its blocks were scattered over parents that cached ones had opened. Only
     // an empty pool packs as densely as the capacity model promises.
     if (book_.resident().empty()) coordinator_.ClearDeviceCache();
@@ -101,7 +101,7 @@ void Scheduler::MakeRoom(Round& round) {
       ScheduleDecodes(round, 0);
       if (round.HasDecode()) return;
     }
-    if (grantee == victim.request) grantee = FirstWaitingExcept(*victim.request);
+    if (grantee == victim.request) grantee = FirstReadyExcept(*victim.request);
     if (grantee == nullptr || Grant(round, *grantee)) return;
   }
 }

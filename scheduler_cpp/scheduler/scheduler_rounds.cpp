@@ -43,8 +43,17 @@ AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
 
 AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
   const AdmissionOutcome outcome = admission_.Decode(request, round.fresh());
+  request.decode_blocked = outcome == AdmissionOutcome::kNoCapacity;
   if (outcome == AdmissionOutcome::kScheduled) round.PushDecode(request);
   return outcome;
+}
+
+bool Scheduler::MustYield(const Request& request) const {
+  if (!request.yields_to_decodes()) return false;
+  for (const auto& [sequence, resident] : book_.resident()) {
+    if (resident->decode_blocked) return true;
+  }
+  return false;
 }
 
 void Scheduler::SchedulePrefills(Round& round) {
@@ -72,6 +81,7 @@ void Scheduler::ScheduleWaiting(Round& round) {
     if (round.IsFull() || !admission_.HasFreeSlot()) return;
     Request& request = *next->second;
     ++next;  // an admission takes the request out of this order
+    if (MustYield(request)) continue;
     const AdmissionOutcome outcome = TryPrefill(round, request);
     if (outcome == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
     if (request.state() == RequestState::kPrefilling) return;
