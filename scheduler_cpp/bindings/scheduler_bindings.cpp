@@ -16,8 +16,8 @@ namespace py = pybind11;
 namespace tokenspeed {
 namespace {
 
-// The scheduler behind a guard: planning releases the interpreter lock, and a second call meanwhile must be refused rather
-// than corrupt it.
+// The scheduler behind a guard: planning releases the interpreter lock, and a second call meanwhile must be refused
+// rather than corrupt it.
 class GuardedScheduler {
  public:
   explicit GuardedScheduler(SchedulerConfig config) : scheduler_(std::move(config)) {}
@@ -135,7 +135,8 @@ void BindScheduler(py::module_& module) {
       .def_readwrite("request_id", &RequestSpec::request_id)
       .def_readwrite("tokens", &RequestSpec::tokens)
       .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens);
-  SchedulerClass scheduler(module, "Scheduler", "Decides, round by round, which requests run and where they are cached.");
+  SchedulerClass scheduler(module, "Scheduler",
+                           "Decides, round by round, which requests run and where they are cached.");
   BindSteps(scheduler);
   BindGauges(scheduler);
   BindCacheControl(scheduler);

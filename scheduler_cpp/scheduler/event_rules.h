@@ -1,5 +1,5 @@
-// EventRules: what each event may do to a request in each state. A batch of events is judged as a whole, on shadows of the
-// requests it names, before any of it is applied; a batch that is refused has changed nothing.
+// EventRules: what each event may do to a request in each state. A batch of events is judged as a whole, on shadows
+// of the requests it names, before any of it is applied; a batch that is refused has changed nothing.
 //
 // Thread safety: none.
 

@@ -51,7 +51,8 @@ int64_t PrefillChunkRules::ChunkTokens(int64_t first, bool resumes_hit, int64_t 
       return 0;
     }
     if (chunk == 0) {
-      // Only snapshots need aligned chunks. A budget below a prefix page must not hold a promotion up, perhaps for ever.
+      // Only snapshots need aligned chunks. A budget below a prefix page must not hold a promotion up, perhaps for
+      // ever.
       chunk = promotion_boundary > first ? std::min(plain, promotion_boundary - first) : plain;
     }
   }

@@ -65,15 +65,15 @@ RequestState Request::StateAfter(const PrefillWindow& window) const {
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
   TOKENSPEED_CHECK(IsWaiting() && window.end() <= prefill_size_, "prefill starts from a waiting state");
   resources_ = std::move(resources);
-  yields_to_decodes_ = false;
+  yields_ = false;
   window_ = window;
   next_reserve_ = next_reserve;
   state_ = StateAfter(window);
 }
 
 void Request::ContinuePrefill(PrefillWindow window, int32_t next_reserve) {
-  TOKENSPEED_CHECK(state_ == RequestState::kPrefilling && window.begin == window_.end() && window.end() <= prefill_size_,
-                   "a chunk continues where the last one ended");
+  const bool continues = window.begin == window_.end() && window.end() <= prefill_size_;
+  TOKENSPEED_CHECK(state_ == RequestState::kPrefilling && continues, "a chunk continues where the last one ended");
   window_ = window;
   next_reserve_ = next_reserve;
   state_ = StateAfter(window);
@@ -94,7 +94,7 @@ void Request::Land(std::span<const int32_t> tokens) {
 
 void Request::Retract(bool made_way) {
   TOKENSPEED_CHECK(IsResident(), "only a resident request can be retracted");
-  yields_to_decodes_ = made_way && state_ == RequestState::kPrefilling;
+  yields_ = made_way && state_ == RequestState::kPrefilling;
   decode_blocked = false;
   resources_.reset();
   prefill_size_ = TokenSize();

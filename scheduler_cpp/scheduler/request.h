@@ -104,14 +104,15 @@ class Request {
   void StartDecode(int32_t next_reserve);
   void Land(std::span<const int32_t> tokens);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
-  // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for others'
-  // sake from one that the executor asked for.
+  // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for
+  // others' sake from one that the executor asked for.
   void Retract(bool made_way);
   void Finish();
 
-  // Set when an unfinished prompt had to give way: it comes back only when no decode lacks storage. Otherwise it would take
-  // what a blocked decode waits for, block on its next chunk, give way, and so on for ever.
-  bool yields_to_decodes() const { return yields_to_decodes_; }
+  // Set when an unfinished prompt had to give way: it comes back only when no decode lacks storage and no other
+  // prompt is unfinished. Otherwise it would take what they wait for, block on its next chunk, give way, and so on
+  // for ever.
+  bool yields() const { return yields_; }
 
   uint64_t last_round = 0;  // number of the last round that scheduled the request
   bool decode_blocked = false;  // its last decode step did not fit
@@ -130,7 +131,7 @@ class Request {
   std::unique_ptr<RequestResources> resources_;
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
-  bool yields_to_decodes_ = false;
+  bool yields_ = false;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;
 };

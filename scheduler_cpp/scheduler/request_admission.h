@@ -3,9 +3,9 @@
 //
 // Invariants:
 // - An outcome other than kScheduled leaves the request, the book and the cache as they were.
-// - A request that is alone is always admitted, if it is no longer than the capacity model allows. The model counts densely
-//   packed blocks; a hit may be scattered over more parents than that, so a request that does not fit alone with its hit
-//   starts without.
+// - A request that is alone is always admitted, if it is no longer than the capacity model allows. The model counts
+//   densely packed blocks; a hit may be scattered over more parents than that, so a request that does not fit alone
+//   with its hit starts without.
 // - Nothing is published that the request has not computed, or will not have computed before any later reader runs.
 //
 // Ownership: borrows everything. Thread safety: none.

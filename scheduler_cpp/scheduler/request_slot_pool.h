@@ -1,5 +1,5 @@
-// RequestSlotPool: which places of the device-side request state are taken. A request keeps one place from its admission
-// until it lets go of its cache.
+// RequestSlotPool: which places of the device-side request state are taken. A request keeps one place from its
+// admission until it lets go of its cache.
 //
 // Invariants: slots are 1..capacity, each held by at most one handle; freed slots are reused in order of release.
 // Thread safety: none. A pool outlives its handles.

@@ -1,5 +1,5 @@
-// ResidencyLedger: tells an outside router which prefixes are wholly in the device cache. One event describes one prefix
-// boundary, whatever the number of groups and blocks behind it.
+// ResidencyLedger: tells an outside router which prefixes are wholly in the device cache. One event describes one
+// prefix boundary, whatever the number of groups and blocks behind it.
 //
 // Invariants:
 // - After a drain the published boundaries are exactly the completely resident ones.
@@ -41,8 +41,8 @@ uint64_t HashResidencyPage(std::span<const int32_t> tokens, std::optional<uint64
 
 class ResidencyLedger {
  public:
-  // Describes prefix page number `page` of a prompt. `event_hashes` covers the pages up to and including it. To be called
-  // before the page can be published; repeating it changes nothing.
+  // Describes prefix page number `page` of a prompt. `event_hashes` covers the pages up to and including it. To be
+  // called before the page can be published; repeating it changes nothing.
   void Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes, std::size_t page,
                 std::span<const int32_t> page_tokens);
 

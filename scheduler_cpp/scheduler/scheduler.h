@@ -1,12 +1,13 @@
 // Scheduler: decides, round by round, which requests run and where their cache lives.
 //
 // Invariants:
-// - Deterministic: the same configuration and calls give the same plans. No clock, no randomness, and no iteration over a
-//   hash container decides anything.
+// - Deterministic: the same configuration and calls give the same plans. No clock, no randomness, and no iteration
+//   over a hash container decides anything.
 // - A refused call leaves everything as it was.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
-// Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at construction.
+// Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at
+// construction.
 //
 // Thread safety: none; calls on one instance must not overlap.
 // Costs: a round of n decodes that stay within their tails O(n * groups), plus the export of the block tables.
@@ -91,7 +92,7 @@ class Scheduler {
   bool ScheduleResidentPrefills(Round& round);
   void ScheduleWaiting(Round& round);
   void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
-  // Whether a waiting request must let blocked decodes go first.
+  // Whether a waiting request must let blocked decodes and unfinished prompts go first.
   bool MustYield(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);

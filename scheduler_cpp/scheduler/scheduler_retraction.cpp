@@ -94,8 +94,8 @@ void Scheduler::MakeRoom(Round& round) {
     const Victim victim = ChooseVictim(round);
     if (victim.request == nullptr) return;
     Retract(*victim.request, /*made_way=*/true);
-    // It was blocked with the pool to itself, so its blocks were scattered over parents that cached ones had opened. Only
-    // an empty pool packs as densely as the capacity model promises.
+    // It was blocked with the pool to itself, so its blocks were scattered over parents that cached ones had opened.
+    // Only an empty pool packs as densely as the capacity model promises.
     if (book_.resident().empty()) coordinator_.ClearDeviceCache();
     if (victim.last_resort) {
       ScheduleDecodes(round, 0);

@@ -49,9 +49,9 @@ AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
 }
 
 bool Scheduler::MustYield(const Request& request) const {
-  if (!request.yields_to_decodes()) return false;
+  if (!request.yields()) return false;
   for (const auto& [sequence, resident] : book_.resident()) {
-    if (resident->decode_blocked) return true;
+    if (resident->decode_blocked || resident->state() == RequestState::kPrefilling) return true;
   }
   return false;
 }

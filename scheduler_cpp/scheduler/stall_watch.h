@@ -1,5 +1,5 @@
-// StallWatch: tells the operator when the scheduler has had requests but no work for suspiciously long. It only counts and
-// speaks; it never changes a plan.
+// StallWatch: tells the operator when the scheduler has had requests but no work for suspiciously long. It only
+// counts and speaks; it never changes a plan.
 //
 // Thread safety: none.
 

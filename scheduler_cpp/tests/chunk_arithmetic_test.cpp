@@ -90,8 +90,9 @@ TEST(ReservesPerKindOfGroup) {
 
 TEST(ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
   const auto tokens = [](bool completes, int64_t headroom, int64_t unrecycled) {
-    return PrefillReserve{.decode_width = 2, .completes = completes, .prompt_headroom = headroom, .unrecycled = unrecycled}
-        .TokensFor(Sliding(8));
+    const PrefillReserve reserve{
+        .decode_width = 2, .completes = completes, .prompt_headroom = headroom, .unrecycled = unrecycled};
+    return reserve.TokensFor(Sliding(8));
   };
   EXPECT_EQ(tokens(false, 30, 5), 5);
   EXPECT_EQ(tokens(false, 30, 20), 7);

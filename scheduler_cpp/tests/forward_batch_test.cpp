@@ -36,7 +36,8 @@ TEST(PrefillRowsComeFirstWhateverTheOrderOfArrival) {
   const Tables tables = {{1}};
   const std::vector<int32_t> prompt = {5, 6, 7, 8};
   ForwardBatch batch;
-  batch.AddDecode({.request_id = decode, .request_pool_index = 1, .input_length = 1, .prefill_length = 9, .tables = tables});
+  batch.AddDecode(
+      {.request_id = decode, .request_pool_index = 1, .input_length = 1, .prefill_length = 9, .tables = tables});
   batch.AddPrefill(
       {.request_id = prefill, .request_pool_index = 2, .prompt = prompt, .start = 1, .length = 2, .tables = tables});
   EXPECT_EQ(batch.NumRows(), std::size_t{2});

@@ -104,7 +104,7 @@ class Step:
 
 class Scenario:
     def __init__(self, groups: Sequence[Group], usable: int, **fields: object) -> None:
-        self.scheduler = Scheduler(make_config(groups, usable, **fields))
+        self.scheduler = Scheduler(make_config(groups, usable, **fields))  # pyright: ignore[reportArgumentType]
         self.usable = usable
         self._fresh = 1_000_000
 

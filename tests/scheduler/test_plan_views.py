@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from tokenspeed_jax.scheduler import ExecutionEvent, Scheduler
+from tokenspeed_jax.scheduler import ExecutionEvent, ExecutionPlan, Scheduler
 
 from .scenario import FULL, Scenario, extend_result, make_config, spec, swa
 
@@ -21,7 +21,7 @@ COLUMNS = [
 ]
 
 
-def mixed_step() -> tuple[Scenario, object]:
+def mixed_step() -> tuple[Scenario, ExecutionPlan]:
     s = Scenario([FULL, swa(4)], 63, enable_mixed_prefill_decode=True)
     s.prefill("a", 12)
     s.plan()

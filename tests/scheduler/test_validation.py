@@ -58,7 +58,7 @@ WINDOW = {"retention": CacheRetention.SlidingWindow, "sliding_window_tokens": 4}
 )
 def test_a_wrong_field_is_named(field: str, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Scheduler(make_config([FULL], 8, **{field: value}))
+        Scheduler(make_config([FULL], 8, **{field: value}))  # pyright: ignore[reportArgumentType]
 
 
 def test_overlap_needs_a_decode_width() -> None:
