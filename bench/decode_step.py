@@ -9,7 +9,6 @@ another, each on the planes and the device state of the one before.
 
 import argparse
 import time
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +36,6 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 CONTEXT = {1: 2048, 16: 2048, 64: 2048, 256: 1024}
-
-
-@dataclass(frozen=True)
-class Timing:
-    batch: int
-    context: int
-    milliseconds: float
-    floor: float
 
 
 def copy_rate() -> float:
@@ -104,12 +95,7 @@ def random_model(layers: int) -> nnx.Module:
     """The model with random weights, made on the device."""
     family = MODEL_FAMILIES["Qwen3ForCausalLM"]
     config = family.config.from_hf(QWEN3_8B | {"num_hidden_layers": layers})
-
-    @nnx.jit
-    def build() -> nnx.Module:
-        return family.build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
-    return build()
+    return family.build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
 def main() -> None:
