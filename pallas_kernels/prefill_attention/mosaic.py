@@ -345,7 +345,8 @@ def _softmax_over_blocks(
     state = blocks.empty_state(head_dim)
     unmasked = jnp.int32(0)
     if rule.sliding_window is None:
-        unmasked = jnp.minimum(lax.div(own_position + 1, keys), tile.steps)
+        # Padding tokens stand before position 0: they have no step, and no loop may begin below 0.
+        unmasked = jnp.clip(lax.div(own_position + 1, keys), 0, tile.steps)
         state = lax.fori_loop(0, unmasked, functools.partial(step_through, masked=False), state)
     return lax.fori_loop(unmasked, tile.steps, functools.partial(step_through, masked=True), state)
 

@@ -92,6 +92,11 @@ def test_prefill_equals_the_reference(geometry, rule):
     np.testing.assert_array_equal(np.asarray(out[480:], np.float32), 0.0)
 
 
+def test_a_prefill_mostly_of_padding_equals_the_reference():
+    problem = problem_for((32, 8, 128), [(3, 70), (0, 0), (1, 900)], {}, num_tokens=2048)
+    assert_close(prefill(problem, "mosaic", {}), prefill(problem, "reference", {}))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 63, 65])
 def test_prefill_of_few_tokens_equals_the_reference(num_tokens):
     problem = problem_for((32, 8, 128), [(num_tokens, 500)], {}, dtype=jnp.float16)

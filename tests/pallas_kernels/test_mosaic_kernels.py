@@ -63,6 +63,7 @@ def test_decode_kernel_equals_the_reference_without_races(interpret, splits, kv_
         ((5, 0, 66), (200, 0, 66), 75, ScoreRule(0.2)),
         ((70,), (190,), 70, ScoreRule(0.2, sliding_window=40, soft_cap=3.0)),
         ((9,), (9,), 12, ScoreRule(0.2)),
+        ((3,), (3,), 180, ScoreRule(0.2)),  # more padding than a block has keys: it stands far before position 0
     ],
 )
 def test_prefill_kernel_equals_the_reference_without_races(interpret, query_lens, kv_lens, num_tokens, rule):
