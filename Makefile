@@ -33,7 +33,7 @@ else
 endif
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu" $(ARGS)
+	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu" --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
