@@ -260,6 +260,29 @@ def test_a_closed_engine_ends_its_requests_and_refuses_new_ones() -> None:
         engine.score(ids(16))
 
 
+def test_a_dying_step_loop_fails_its_requests_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        model=str(GOLDEN / "tiny" / "llama"),
+        dtype="float32",
+        max_model_len=512,
+        kv_cache_memory_bytes=4 << 20,
+        warmup=False,
+        disable_progress_bars=True,
+    )
+    with Engine(config) as engine:
+
+        def broken(_: object) -> None:
+            raise MemoryError("no room on the device")
+
+        monkeypatch.setattr(engine._assembly.programs, "run", broken)
+        with pytest.raises(EngineClosed) as caught:
+            engine.generate([ids(1), ids(2)], GREEDY)
+        assert isinstance(caught.value.__cause__, MemoryError)
+        assert not engine.is_healthy
+        with pytest.raises(EngineClosed):
+            engine.submit(ids(3), GREEDY, on_delta=lambda _: None)
+
+
 def test_an_engine_takes_a_model_that_already_exists(engine: Engine) -> None:
     from flax import nnx
 

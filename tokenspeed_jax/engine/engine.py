@@ -132,8 +132,9 @@ class Engine:
                 collector.request_id = self.submit(token_ids, item, on_delta=collector.push)
                 collectors.append(collector)
             outputs = [collector.wait() for collector in collectors]
-        if not self.is_healthy:
-            raise EngineClosed("the engine ended while generating")
+        aborted = any(sample.finish_reason == "abort" for output in outputs for sample in output.samples)
+        if aborted and not self.is_healthy:
+            raise EngineClosed("the engine ended while generating") from self._loop.failure
         return outputs
 
     def submit(

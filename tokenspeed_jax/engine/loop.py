@@ -31,6 +31,12 @@ _MAX_EMPTY_ROUNDS = 1000
 
 
 @dataclass(frozen=True)
+class _Submission:
+    request: RequestState
+    specs: list[scheduling.RequestSpec]
+
+
+@dataclass(frozen=True)
 class _InFlight:
     built: BuiltBatch
     outputs: jax.Array
@@ -60,7 +66,7 @@ class StepLoop:
         self._stats = stats
         self._overlap_depth = overlap_depth
         self._eos_token_ids = eos_token_ids
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
@@ -77,15 +83,14 @@ class StepLoop:
         """Whether requests are still served."""
         return self._thread.is_alive() and not self._closing and self._failure is None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if it was not `close`."""
+        return self._failure
+
     def submit(self, request: RequestState, specs: list[scheduling.RequestSpec]) -> None:
         """Queues a validated request; `specs[i]` is the scheduler's view of `request.samples[i]`."""
-
-        def admit() -> None:
-            self._scheduler.submit_requests(specs)
-            self._requests[request.request_id] = request
-            self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
-
-        self._post(admit)
+        self._post(_Submission(request, specs))
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with "abort". Unknown and finished requests are ignored."""
@@ -103,7 +108,7 @@ class StepLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: _Submission | Callable[[], None]) -> None:
         with self._wake:
             if self._closing or self._failure is not None:
                 raise EngineClosed("the engine is closed") from self._failure
@@ -120,18 +125,13 @@ class StepLoop:
         finally:
             with self._wake:
                 self._closing = True
-                commands = list(self._inbox)
+                left = [item.request for item in self._inbox if isinstance(item, _Submission)]
                 self._inbox.clear()
-            # What is still queued never reached the scheduler; its requests end like the running ones.
-            for command in commands:
-                self._run_late(command)
+            # What is still queued never reached the scheduler; it ends like what runs.
+            self._requests.update((request.request_id, request) for request in left)
             for request_id in list(self._requests):
                 self._deliver_abort(request_id)
             self._in_flight.clear()
-
-    def _run_late(self, command: Callable[[], None]) -> None:
-        if self._failure is None:
-            command()
 
     def _take_commands(self) -> bool:
         """Runs the inbox, waiting for it while idle. False when the loop has to end."""
@@ -144,9 +144,18 @@ class StepLoop:
                 commands = list(self._inbox)
                 self._inbox.clear()
             for command in commands:
-                command()
+                if isinstance(command, _Submission):
+                    self._admit(command)
+                else:
+                    command()
             if self._requests or self._in_flight:
                 return True
+
+    def _admit(self, submission: _Submission) -> None:
+        request = submission.request
+        self._requests[request.request_id] = request
+        self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
+        self._scheduler.submit_requests(submission.specs)
 
     def _turn(self) -> None:
         plan = self._scheduler.next_execution_plan()
