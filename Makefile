@@ -38,8 +38,8 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	.ci/link-tree
-	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+	.ci/type-tree
+	$(PYTHON) -m pyright --pythonpath $(PYTHON) | sed 's|$(CURDIR)/build/types/||'
 
 test-cpp: $(INSTALLED)
 	.venv/bin/cmake -S . -B .build/cpp -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/.venv/bin/ninja" \

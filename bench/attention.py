@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
+from tokenspeed_jax.pallas_kernels.implementations import Implementation
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
 
@@ -91,7 +92,7 @@ def ceilings() -> tuple[float, float]:
     return 2 * x.nbytes / seconds(lambda: copy(x), 10), x.nbytes / seconds(lambda: read(x), 10)
 
 
-def measure(case: Case, implementation: str | None, chain: int | None = None) -> float:
+def measure(case: Case, implementation: Implementation | None, chain: int | None = None) -> float:
     """Seconds of one attention call."""
     rng = np.random.default_rng(0)
     columns = -(-case.length // PAGE)

@@ -93,7 +93,7 @@ class PlainStep:
         padding = blocks * _QUERY_BLOCK - tokens
         padded = [jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, self.segment_ids, self.positions)]
         cut = [x.reshape(blocks, _QUERY_BLOCK, *x.shape[1:]) for x in padded]
-        out = lax.map(lambda block: self._attend_block(*block, k, v, layer), tuple(cut))
+        out = lax.map(lambda block: self._attend_block(block[0], block[1], block[2], k, v, layer), tuple(cut))
         return out.reshape(-1, *q.shape[1:])[:tokens]
 
     def _attend_block(

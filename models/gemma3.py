@@ -77,15 +77,7 @@ class Gemma3Attention(nnx.Module):
 
     def __init__(self, config: Gemma3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        self.qkv = QKVLinear(
-            config.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            bias=config.attention_bias,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.qkv = QKVLinear(config.hidden_size, spec, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_norm = GemmaRMSNorm(spec.head_dim, config.rms_norm_eps, dtype=dtype)
         self.k_norm = GemmaRMSNorm(spec.head_dim, config.rms_norm_eps, dtype=dtype)
         self.out = Linear(

@@ -8,6 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.models.attention import AttentionSpec
+
 INITIAL_STDDEV = 0.02
 
 
@@ -45,16 +47,15 @@ class QKVLinear(nnx.Module):
     def __init__(
         self,
         hidden_size: int,
+        spec: AttentionSpec,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         bias: bool = False,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        self.head_dim = head_dim
-        self.rows = qkv_rows(num_heads, num_kv_heads, head_dim)
+        self.head_dim = spec.head_dim
+        kv_rows = spec.num_kv_heads * spec.head_dim
+        self.rows = (spec.num_heads * spec.head_dim, kv_rows, kv_rows)
         self.proj = Linear(hidden_size, sum(self.rows), bias=bias, dtype=dtype, rngs=rngs)
 
     def flat(
@@ -76,11 +77,6 @@ class QKVLinear(nnx.Module):
     ]:
         q, k, v = self.flat(x)
         return self.heads(q), self.heads(k), self.heads(v)
-
-
-def qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Rows of q, k and v in the fused weight."""
-    return num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim
 
 
 class Embedding(nnx.Module):

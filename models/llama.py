@@ -1,8 +1,8 @@
 """Llama 2 and 3, and the models built like them (SmolLM2, TinyLlama). Hugging Face `LlamaForCausalLM`."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -43,15 +43,7 @@ class LlamaAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        self.qkv = QKVLinear(
-            config.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            bias=config.attention_bias,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.qkv = QKVLinear(config.hidden_size, spec, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(
             spec.num_heads * spec.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype, rngs=rngs
         )
@@ -67,9 +59,11 @@ class LlamaAttention(nnx.Module):
 class LlamaLayer(nnx.Module):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
+    attention_type: ClassVar[Callable[..., Any]] = LlamaAttention
+
     def __init__(self, config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = LlamaAttention(config, spec, dtype=dtype, rngs=rngs)
+        self.attention = type(self).attention_type(config, spec, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
 

@@ -9,10 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
-from tokenspeed_jax.models.mlp import GatedMLP
+from tokenspeed_jax.models.llama import LlamaLayer
 from tokenspeed_jax.models.norms import RMSNorm
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules
@@ -54,15 +54,7 @@ class Qwen3Attention(nnx.Module):
 
     def __init__(self, config: Qwen3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.spec = spec
-        self.qkv = QKVLinear(
-            config.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            bias=config.attention_bias,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.qkv = QKVLinear(config.hidden_size, spec, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(spec.head_dim, config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(spec.head_dim, config.rms_norm_eps, dtype=dtype)
         self.out = Linear(
@@ -77,20 +69,10 @@ class Qwen3Attention(nnx.Module):
         return self.out(mixed.reshape(x.shape[0], -1))
 
 
-class Qwen3Layer(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+class Qwen3Layer(LlamaLayer):
+    """Llama's layer around Qwen3's attention."""
 
-    def __init__(self, config: Qwen3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Qwen3Attention(config, spec, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.attention(self.attention_norm(x), rotate, step)
-        return x + self.mlp(self.mlp_norm(x))
+    attention_type = Qwen3Attention
 
 
 class Qwen3(CausalDecoder):

@@ -22,6 +22,9 @@ CHUNK = 64  # output columns per accumulator; one 128-byte swizzle of 16-bit val
 MASKED = -1e30  # finite, so that rows which saw nothing yet stay free of NaN; wiped out by the first real score
 LOG2_E = math.log2(math.e)
 
+# Not all public names of this module are declared to type checkers.
+gpu: Any = plgpu
+
 Ref = Any
 Mask = Callable[[jax.Array], jax.Array]
 
@@ -42,7 +45,7 @@ class RowState(NamedTuple):
 
 def swizzled(*shape: int, dtype: jnp.dtype) -> Any:
     """Shared memory that TMA fills and wgmma reads."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
 
 
 def empty_state(head_dim: int) -> RowState:
@@ -88,7 +91,7 @@ def add_block(
         issued()
         return acc[...]
 
-    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, keys), jnp.float32))
+    scores = pl.run_scoped(multiply, gpu.ACC((ROWS, keys), jnp.float32))
     keys_read()
     scores = _scaled(scores, rule)
     if mask is not None:
@@ -113,7 +116,7 @@ def add_block(
         for i, acc in enumerate(accs):
             plgpu.wgmma(acc, p16, v_smem.at[:, pl.ds(i * CHUNK, CHUNK)])
 
-    values = pl.run_state(accumulate)(tuple(plgpu.ACC.init(chunk) for chunk in kept))
+    values = pl.run_state(accumulate)(tuple(gpu.ACC.init(chunk) for chunk in kept))
     return RowState(top, weight, values)
 
 

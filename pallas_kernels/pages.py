@@ -39,7 +39,8 @@ class PageView:
     def from_array(cls, pages: Shaped[Array, "pages tokens heads dim"]) -> "PageView":
         """Wraps a typed array, page id = index on its first axis (tests and benchmarks)."""
         raw = lax.bitcast_convert_type(pages, jnp.uint8)
-        return cls(raw.reshape(pages.shape[0], -1), pages.shape[1:], pages.dtype.name)
+        num_pages, tokens, heads, dim = pages.shape
+        return cls(raw.reshape(num_pages, -1), (tokens, heads, dim), pages.dtype.name)
 
     @property
     def tokens_per_page(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.pages import PageView
@@ -41,7 +42,7 @@ class PagedProblem:
         num_pages: int | None = None,
         num_tokens: int | None = None,
         sliding_window: int | None = None,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         unseen: float = 0.0,
     ) -> "PagedProblem":
         """Rows with the given numbers of new and of all tokens.

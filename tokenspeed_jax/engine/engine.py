@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from flax import nnx
 from tqdm import tqdm
@@ -250,10 +250,12 @@ class Engine:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and all(isinstance(item, Mapping) for item in prompt):
-            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if messages and len(messages) == len(prompt):
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False)
-        return list(prompt)  # type: ignore[arg-type]
+        # What is neither a message nor an id is refused with the rest of the request.
+        return cast("list[int]", list(prompt))
 
     def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
         source = self._assembly.source
@@ -301,8 +303,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, int | Mapping) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [cast("Prompt", items)]
+    return cast("list[Prompt]", items)
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -70,9 +70,8 @@ class StepPrograms:
         Args:
             blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
         """
-        if self._begin is None:
-            self._compile_begin()
-        sampling = self._begin(
+        begin = self._begin or self._compile_begin()
+        sampling = begin(
             self.device_state.sampling,
             np.int32(slot),
             padded_ids(sample.request.prompt_token_ids, self.max_model_len),
@@ -97,7 +96,7 @@ class StepPrograms:
         self._steps[layout.bucket] = lowered.compile()
         self.compilations += 1
 
-    def _compile_begin(self) -> None:
+    def _compile_begin(self) -> Any:
         ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)
         lowered = jax.jit(begin_request, donate_argnums=0).lower(
             jax.tree.map(_shape_of, self.device_state.sampling),
@@ -110,6 +109,7 @@ class StepPrograms:
         )
         self._begin = lowered.compile()
         self.compilations += 1
+        return self._begin
 
 
 def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
