@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct through the real server: the goldens' tokens, texts and log-probabilities."""
+"""Two real checkpoints through the real server: the recorded tokens, texts and log-probabilities."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -11,44 +10,60 @@ import pytest
 from .conftest import TINY
 from .server_process import ServerProcess
 
-GOLDEN = json.loads((TINY.parent / "smollm2-135m.json").read_text())
-GREEDY = {"model": "smollm2", "temperature": 0, "max_tokens": 64}
+GREEDY = {"model": "real", "temperature": 0, "max_tokens": 64}
 EXTRA = {"ignore_eos": True, "skip_special_tokens": False, "return_token_ids": True}
+CHECKPOINTS = {"smollm2-135m": "smollm2_path", "gemma3-270m": "gemma3_270m_path"}
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: str | Path, compiled_programs: Path) -> Iterator[openai.OpenAI]:
+class Served(NamedTuple):
+    client: openai.OpenAI
+    prompts: list[dict[str, Any]]
+    has_chat_template: bool
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    path = request.getfixturevalue(CHECKPOINTS[request.param])
+    prompts = json.loads((TINY.parent / f"{request.param}.json").read_text())["prompts"]
     options = [
-        "--model", str(smollm2_path), "--served-model-name=smollm2", "--port=0", "--dtype=float32",
-        "--max-num-seqs=4", "--max-num-batched-tokens=256", "--max-model-len=1024",
-        f"--compilation-cache-dir={compiled_programs}", "--disable-progress-bars",
+        "--model", str(path), "--served-model-name=real", "--port=0", "--dtype=float32", "--max-model-len=1280",
+        "--max-num-batched-tokens=512", "--kv-cache-memory-bytes=536870912", "--no-warmup",
+        "--disable-progress-bars",
     ]  # fmt: skip
     with (
         ServerProcess(options) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
     ):
-        yield client
+        yield Served(client, prompts, has_chat_template=request.param == "smollm2-135m")
 
 
-@pytest.mark.parametrize("golden", GOLDEN["prompts"], ids=lambda golden: golden["id"])
-def test_text_prompts_give_the_golden_reply(smollm2: openai.OpenAI, golden: dict[str, Any]) -> None:
-    extra = EXTRA | {"add_special_tokens": golden["add_special_tokens"]}
-    reply = smollm2.completions.create(prompt=golden["text"], logprobs=0, extra_body=extra, **GREEDY)
-    choice = reply.choices[0]
-    assert choice.model_extra["prompt_token_ids"] == golden["prompt_ids"]
-    assert choice.model_extra["token_ids"] == golden["output_ids"]
-    assert choice.text == golden["output_text"]
-    assert choice.logprobs.token_logprobs == pytest.approx(golden["output_logprobs"], abs=1e-3)
+def test_texts_sent_together_give_the_golden_replies(served: Served) -> None:
+    for add_special_tokens in (True, False):
+        goldens = [golden for golden in served.prompts if golden["add_special_tokens"] == add_special_tokens]
+        if not goldens:
+            continue
+        reply = served.client.completions.create(
+            prompt=[golden["text"] for golden in goldens],
+            logprobs=0,
+            extra_body=EXTRA | {"add_special_tokens": add_special_tokens},
+            **GREEDY,
+        )
+        assert len(reply.choices) == len(goldens)
+        for choice, golden in zip(reply.choices, goldens, strict=True):
+            assert choice.model_extra["prompt_token_ids"] == golden["prompt_ids"]
+            assert choice.model_extra["token_ids"] == golden["output_ids"]
+            assert choice.text == golden["output_text"]
+            assert choice.logprobs.token_logprobs == pytest.approx(golden["output_logprobs"], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "golden", [prompt for prompt in GOLDEN["prompts"] if prompt.get("messages")], ids=lambda golden: golden["id"]
-)
-def test_conversations_give_the_golden_reply_streamed(smollm2: openai.OpenAI, golden: dict[str, Any]) -> None:
-    stream = smollm2.chat.completions.create(
-        messages=golden["messages"], stream=True, stream_options={"include_usage": True}, extra_body=EXTRA, **GREEDY
-    )
-    chunks = list(stream)
+def test_a_conversation_gives_the_golden_reply_streamed_or_names_the_missing_template(served: Served) -> None:
+    golden = next(golden for golden in served.prompts if "messages" in golden)
+    chat = {"messages": golden["messages"], "stream": True, "stream_options": {"include_usage": True}} | GREEDY
+    if not served.has_chat_template:
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            served.client.chat.completions.create(extra_body=EXTRA, **chat)
+        return
+    chunks = list(served.client.chat.completions.create(extra_body=EXTRA, **chat))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == golden["output_text"]
     assert chunks[-1].usage.prompt_tokens == len(golden["prompt_ids"])
