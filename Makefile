@@ -33,7 +33,7 @@ else
 endif
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu" --numprocesses=2 --dist=loadfile $(ARGS)
+	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu" --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

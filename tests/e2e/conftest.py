@@ -10,6 +10,9 @@ from .server_process import ServerProcess
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
 
+WARM_FAMILY = "llama"
+"""The one server that compiles every step at start; the others compile what their tests need."""
+
 ServerFactory = Callable[[str], ServerProcess]
 
 
@@ -36,6 +39,8 @@ def tiny_server(small_options: list[str]) -> Iterator[ServerFactory]:
     def get(family: str) -> ServerProcess:
         if family not in servers:
             options = ["--model", str(TINY / family), "--served-model-name", "tiny", *small_options]
+            if family != WARM_FAMILY:
+                options.append("--no-warmup")
             servers[family] = ServerProcess(options)
         return servers[family]
 
