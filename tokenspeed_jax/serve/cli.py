@@ -142,7 +142,7 @@ def announcement(engine: ServedEngine, config: ServerConfig, listener: socket.so
     else:
         route = "completions"
         body["prompt"] = "The capital of France is"
-    body["max_tokens"] = 32
+    body |= {"max_tokens": 32, "temperature": 0}
     text = json.dumps(body).replace("'", "'\\''")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
     return f"Ready: {url}\nTry:   curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{text}'"
