@@ -80,6 +80,7 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        weight_version: prefixes are shared only between requests submitted under the same one; at most 65,536 bytes.
     """
 
     class Role(enum.Enum):
@@ -102,6 +103,7 @@ class SchedulerConfig:
     enable_mixed_prefill_decode: bool
     disable_prefix_cache: bool
     prefix_replay_tokens: int
+    weight_version: str
     def __init__(self) -> None: ...
 
 class CapacityModel:
@@ -124,9 +126,18 @@ class CapacityModel:
         """Longest request, in tokens, that fits these parents on its own."""
 
 class RequestSpec:
+    """What a caller submits.
+
+    Attributes:
+        tokens: the prompt.
+        max_new_tokens: 0 = undeclared.
+        cache_salt: prefixes are shared only between requests of the same salt; at most 65,536 bytes.
+    """
+
     request_id: str
     tokens: list[int]
     max_new_tokens: int
+    cache_salt: str
     def __init__(self) -> None: ...
 
 class ForwardEvent:
@@ -297,6 +308,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None: ...
     def submit_requests(self, request_specs: Sequence[RequestSpec]) -> None:
         """All or nothing; ValueError names the request and the limit."""
+    def set_weight_version(self, weight_version: str) -> None:
+        """Later requests share prefixes only with those of the same version; running ones keep theirs."""
     def next_execution_plan(self) -> ExecutionPlan:
         """Plans one round; releases the interpreter lock meanwhile."""
     def advance(self, event: ExecutionEvent) -> None:
@@ -323,7 +336,8 @@ class Scheduler:
     def clear_l1_cache(self) -> bool: ...
     def clear_cache(self) -> bool: ...
     def can_clear_cache(self) -> bool: ...
-    def prefix_hashes_for_tokens(self, tokens: Sequence[int]) -> list[str]: ...
+    def prefix_hashes_for_tokens(self, tokens: Sequence[int], cache_salt: str = "") -> list[str]:
+        """Of the pages that a request of this salt, submitted now, would look up; 64 hexadecimal digits each."""
     def waiting_prefix_hashes(self) -> list[str]: ...
     def expand_prefix_keys(self, content_hashes: Sequence[str]) -> tuple[list[str], list[str], list[int]]: ...
     def register_storage_keys(

@@ -54,13 +54,20 @@ auto Guarded(Result (Scheduler::*method)(Args...) const) {
   };
 }
 
+void SetWeightVersion(GuardedScheduler& self, const py::str& weight_version) {
+  std::string version = Utf8(weight_version);
+  self.Use([&](Scheduler& scheduler) { scheduler.SetWeightVersion(std::move(version)); });
+}
+
 ExecutionPlan NextPlan(GuardedScheduler& self) {
   const py::gil_scoped_release release;
   return self.Use([](Scheduler& scheduler) { return scheduler.NextExecutionPlan(); });
 }
 
-std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens) {
-  return self.Use([&](Scheduler& scheduler) { return scheduler.PrefixHashesForTokens(tokens); });
+std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens,
+                                    const py::str& cache_salt) {
+  const std::string salt = Utf8(cache_salt);
+  return self.Use([&](Scheduler& scheduler) { return scheduler.PrefixHashesForTokens(tokens, salt); });
 }
 
 std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int32_t>> ExpandKeys(
@@ -84,6 +91,7 @@ using SchedulerClass = py::class_<GuardedScheduler>;
 void BindSteps(SchedulerClass& scheduler) {
   scheduler.def(py::init<SchedulerConfig>(), py::arg("config"))
       .def("submit_requests", Guarded(&Scheduler::SubmitRequests), py::arg("request_specs"))
+      .def("set_weight_version", &SetWeightVersion, py::arg("weight_version"))
       .def("next_execution_plan", &NextPlan)
       .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
       .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
@@ -109,7 +117,7 @@ void BindCacheControl(SchedulerClass& scheduler) {
       .def("clear_l1_cache", Guarded(&Scheduler::ClearCache))
       .def("clear_cache", Guarded(&Scheduler::ClearCache))
       .def("can_clear_cache", Guarded(&Scheduler::CanClearCache))
-      .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"))
+      .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"), py::arg("cache_salt") = "")
       .def("expand_prefix_keys", &ExpandKeys, py::arg("content_hashes"))
       .def("register_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
            py::arg("page_offsets"))
@@ -132,9 +140,10 @@ void BindPeerGauges(SchedulerClass& scheduler) {
 void BindScheduler(py::module_& module) {
   py::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
       .def(py::init<>())
-      .def_readwrite("request_id", &RequestSpec::request_id)
+      .def_property("request_id", TextGetter(&RequestSpec::request_id), TextSetter(&RequestSpec::request_id))
       .def_readwrite("tokens", &RequestSpec::tokens)
-      .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens);
+      .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_property("cache_salt", TextGetter(&RequestSpec::cache_salt), TextSetter(&RequestSpec::cache_salt));
   SchedulerClass scheduler(module, "Scheduler",
                            "Decides, round by round, which requests run and where they are cached.");
   BindSteps(scheduler);

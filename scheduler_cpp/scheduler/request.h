@@ -70,8 +70,9 @@ struct PrefillWindow {
 
 class Request {
  public:
-  // `sequence` orders requests by submission.
-  Request(RequestSpec spec, int64_t sequence);
+  // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
+  // whole life with whom it shares prefixes.
+  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence);
 
   const std::string& id() const { return id_; }
   int64_t sequence() const { return sequence_; }
@@ -132,6 +133,7 @@ class Request {
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
   bool yields_ = false;
+  std::vector<std::string> chain_keys_;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;
 };

@@ -4,8 +4,8 @@
 
 namespace tokenspeed {
 
-void RequestBook::Insert(RequestSpec spec) {
-  auto request = std::make_unique<Request>(std::move(spec), next_sequence_);
+void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
+  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
   waiting_.emplace(next_sequence_, added);

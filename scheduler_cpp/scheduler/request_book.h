@@ -26,7 +26,7 @@ class RequestBook {
   using Order = std::map<int64_t, Request*>;
 
   // The id must be new.
-  void Insert(RequestSpec spec);
+  void Insert(RequestSpec spec, const std::string& weight_version);
   // Null when the id is unknown.
   Request* Find(const std::string& id) const;
   bool Contains(const std::string& id) const { return Find(id) != nullptr; }

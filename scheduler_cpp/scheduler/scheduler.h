@@ -46,6 +46,9 @@ class Scheduler {
 
   // All or nothing. Throws std::invalid_argument.
   void SubmitRequests(std::vector<RequestSpec> specs);
+  // Requests submitted from now on share prefixes only with those submitted under the same version; running requests
+  // keep theirs. Throws std::invalid_argument.
+  void SetWeightVersion(std::string weight_version);
   ExecutionPlan NextExecutionPlan();
   // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
   void Advance(const ExecutionEvent& event);
@@ -71,7 +74,9 @@ class Scheduler {
   bool ClearCache() { return coordinator_.ClearDeviceCache(); }
   bool CanClearCache() const { return coordinator_.CacheIsClearable(); }
 
-  std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens) const;
+  // As a request of this salt, submitted now, would look them up. Throws std::invalid_argument.
+  std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens,
+                                                 const std::string& cache_salt = {}) const;
 
   struct PrefixKeys {
     std::vector<std::string> group_ids;

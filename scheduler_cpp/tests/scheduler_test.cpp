@@ -54,7 +54,7 @@ TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
     int submitted = 0;
     for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
       if (submitted < 100 && live.size() < 7) {
-        const std::string id = "r" + std::to_string(submitted++);
+        const std::string id = std::to_string(submitted++);
         std::vector<int32_t> tokens(1 + random() % 20);
         for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
         scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});
@@ -98,6 +98,44 @@ TEST(ABatchOutlivesItsScheduler) {
   }
   EXPECT_EQ(batch->request_ids, (std::vector<std::string>{"a"}));
   EXPECT_EQ(batch->block_tables.at("full").ids, (std::vector<int32_t>{1, 2}));
+}
+
+std::vector<std::string> Hashes(const std::string& salt, const std::string& version) {
+  SchedulerConfig config = Config(16);
+  config.weight_version = version;
+  const std::vector<int32_t> tokens = {1, 2, 3, 4, 5};
+  return Scheduler(config).PrefixHashesForTokens(tokens, salt);
+}
+
+TEST(WhatPythonCannotPassAsASaltSeparatesPrefixesAllTheSame) {
+  const std::string raw("\xff\0\xfe", 3);
+  EXPECT_TRUE(Hashes(raw, "") == Hashes(raw, ""));
+  EXPECT_FALSE(Hashes(raw, "") == Hashes(raw.substr(0, 1), ""));
+  EXPECT_FALSE(Hashes(raw, "") == Hashes("", raw));
+}
+
+// First rows of a prompt that comes back, submitted first under one salt and version and then under others.
+int32_t HitAfterSeed(const std::string& salt, const std::string& version) {
+  Scheduler scheduler(Config(16));
+  scheduler.SetWeightVersion("w1");
+  const std::vector<int32_t> prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  RequestSpec seed{.request_id = "seed", .tokens = prompt, .max_new_tokens = 0, .cache_salt = "s1"};
+  scheduler.SubmitRequests({seed});
+  scheduler.NextExecutionPlan();
+  scheduler.Advance(ExecutionEvent{{ExtendResultEvent{"seed", {7}, {}}, FinishEvent{"seed"}}});
+  scheduler.SetWeightVersion(version);
+  scheduler.SubmitRequests({RequestSpec{.request_id = "again", .tokens = prompt, .cache_salt = salt}});
+  return scheduler.NextExecutionPlan().forward->extend_prefix_lens.at(0);
+}
+
+TEST(NoBlockIsSharedAcrossSaltsOrWeightVersions) {
+  EXPECT_EQ(HitAfterSeed("s1", "w1"), 8);
+  EXPECT_EQ(HitAfterSeed("s2", "w1"), 0);
+  EXPECT_EQ(HitAfterSeed("", "w1"), 0);
+  EXPECT_EQ(HitAfterSeed("s1", "w2"), 0);
+  EXPECT_EQ(HitAfterSeed("s1", ""), 0);
+  EXPECT_EQ(HitAfterSeed("w1", "s1"), 0);
+  EXPECT_EQ(HitAfterSeed("", ""), 0);
 }
 
 TEST(ResidencyHashesAreTheDocumentedOnes) {
