@@ -314,6 +314,26 @@ class Scheduler:
         """Plans one round; releases the interpreter lock meanwhile."""
     def advance(self, event: ExecutionEvent) -> None:
         """All or nothing; RuntimeError for an event that is illegal in its request's state."""
+    def advance_rows(
+        self, slots: npt.NDArray[np.int32], token_counts: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]
+    ) -> None:
+        """Lands results of planned rows: an ExtendResult a row, in order, without an object a row.
+
+        All or nothing; an error names the bad entry. A result whose request has ended must be left out, for its slot
+        may be another request's by now.
+
+        Args:
+            slots: int32 [n], the rows' request-pool indices, each at most once.
+            token_counts: int32 [n], tokens of each row; 0 for a chunk that does not complete its prompt.
+            tokens: int32 [sum of token_counts], the rows' tokens one after the other.
+
+        Raises:
+            ValueError: arrays that do not fit each other, a slot twice, more tokens than a row can have produced.
+            RuntimeError: no request in the slot, no result out, a token for an unfinished prompt.
+            TypeError: not contiguous int32 arrays.
+        """
+    def finish_rows(self, slots: npt.NDArray[np.int32]) -> None:
+        """A Finish for the request in each slot, in order; all or nothing, with the errors of `advance_rows`."""
     def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]: ...
     def bootstrapping_size(self) -> int: ...
     def waiting_size(self) -> int: ...

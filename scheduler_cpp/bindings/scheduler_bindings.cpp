@@ -1,7 +1,11 @@
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -64,6 +68,28 @@ ExecutionPlan NextPlan(GuardedScheduler& self) {
   return self.Use([](Scheduler& scheduler) { return scheduler.NextExecutionPlan(); });
 }
 
+// Taken without conversion: whatever is not a contiguous int32 array is a TypeError.
+using IntArray = py::array_t<int32_t, py::array::c_style>;
+
+std::span<const int32_t> Entries(const char* name, const IntArray& array) {
+  if (array.ndim() != 1) {
+    throw std::invalid_argument(std::string(name) + " must have one dimension, got " + std::to_string(array.ndim()));
+  }
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens) {
+  const RowResults rows{.slots = Entries("slots", slots),
+                        .token_counts = Entries("token_counts", token_counts),
+                        .tokens = Entries("tokens", tokens)};
+  self.Use([&](Scheduler& scheduler) { scheduler.AdvanceRows(rows); });
+}
+
+void FinishRows(GuardedScheduler& self, const IntArray& slots) {
+  const auto entries = Entries("slots", slots);
+  self.Use([&](Scheduler& scheduler) { scheduler.FinishRows(entries); });
+}
+
 std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens,
                                     const py::str& cache_salt) {
   const std::string salt = Utf8(cache_salt);
@@ -94,6 +120,9 @@ void BindSteps(SchedulerClass& scheduler) {
       .def("set_weight_version", &SetWeightVersion, py::arg("weight_version"))
       .def("next_execution_plan", &NextPlan)
       .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
+      .def("advance_rows", &AdvanceRows, py::arg("slots").noconvert(),
+           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert())
+      .def("finish_rows", &FinishRows, py::arg("slots").noconvert())
       .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
 }
 

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -89,6 +90,10 @@ class Request {
 
   RequestResources& resources() { return *resources_; }
   const RequestResources& resources() const { return *resources_; }
+  // Request-pool slot of a resident request.
+  std::optional<int32_t> SlotIndex() const {
+    return resources_ == nullptr ? std::nullopt : std::optional(resources_->slot_index());
+  }
   const PrefillWindow& window() const { return window_; }
   int32_t next_reserve() const { return next_reserve_; }
   // Leading tokens whose cache rows are written, or will be before any later reader runs.

@@ -50,6 +50,16 @@ void RequestBook::Reorder(Request& request, RequestState before) {
   }
 }
 
+void RequestBook::Reseat(Request& request, std::optional<int32_t> before) {
+  const std::optional<int32_t> after = request.SlotIndex();
+  if (before == after) return;
+  if (before.has_value()) by_slot_[static_cast<std::size_t>(*before)] = nullptr;
+  if (!after.has_value()) return;
+  const auto slot = static_cast<std::size_t>(*after);
+  if (slot >= by_slot_.size()) by_slot_.resize(slot + 1, nullptr);
+  by_slot_[slot] = &request;
+}
+
 void RequestBook::Reap() {
   for (const Request* request : finished_) by_id_.erase(by_id_.find(request->id()));
   counts_[static_cast<std::size_t>(RequestState::kFinished)] = 0;

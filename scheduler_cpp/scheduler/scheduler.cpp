@@ -106,13 +106,33 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
           Retract(request, /*made_way=*/false);
+        } else if constexpr (std::is_same_v<Event, FinishEvent>) {
+          Finish(request);
         } else {
-          // Finish, Abort, PD failure and PD success; the rules let nothing else through.
-          if (std::is_same_v<Event, FinishEvent> && request.IsResident()) admission_.PublishAtFinish(request);
+          // Abort, PD failure and PD success; the rules let nothing else through.
           book_.Move(request, [](Request& moved) { moved.Finish(); });
         }
       },
       event);
+}
+
+void Scheduler::Finish(Request& request) {
+  if (request.IsResident()) admission_.PublishAtFinish(request);
+  book_.Move(request, [](Request& moved) { moved.Finish(); });
+}
+
+void Scheduler::AdvanceRows(const RowResults& rows) {
+  const std::vector<Request*> requests = JudgeRows(book_, rows);
+  std::span<const int32_t> tokens = rows.tokens;
+  for (std::size_t row = 0; row < requests.size(); ++row) {
+    const auto count = static_cast<std::size_t>(rows.token_counts[row]);
+    requests[row]->Land(tokens.first(count));
+    tokens = tokens.subspan(count);
+  }
+}
+
+void Scheduler::FinishRows(std::span<const int32_t> slots) {
+  for (Request* request : JudgeFinishes(book_, slots)) Finish(*request);
 }
 
 std::vector<ResidencyEvent> Scheduler::DrainResidencyEvents() {

@@ -32,6 +32,7 @@
 #include "scheduler/request_spec.h"
 #include "scheduler/residency_ledger.h"
 #include "scheduler/round.h"
+#include "scheduler/row_results.h"
 #include "scheduler/scheduler_config.h"
 #include "scheduler/stall_watch.h"
 
@@ -52,6 +53,10 @@ class Scheduler {
   ExecutionPlan NextExecutionPlan();
   // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
   void Advance(const ExecutionEvent& event);
+  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. Rows
+  // of requests that have ended are to be left out. All or nothing; they throw what JudgeRows and JudgeFinishes throw.
+  void AdvanceRows(const RowResults& rows);
+  void FinishRows(std::span<const int32_t> slots);
   std::vector<ResidencyEvent> DrainResidencyEvents();
 
   int32_t WaitingSize() const;
@@ -118,6 +123,7 @@ class Scheduler {
   void Retract(Request& request, bool made_way);
 
   void Apply(Request& request, const SchedulerEvent& event);
+  void Finish(Request& request);
 
   SchedulerConfig config_;
   std::vector<std::string> group_ids_;
