@@ -131,12 +131,15 @@ class RequestSpec:
     Attributes:
         tokens: the prompt.
         max_new_tokens: 0 = undeclared.
+        priority: the lower, the earlier it is served, and the later it is retracted; first come, first served among
+            equals. Nobody who runs is interrupted for a more urgent request, unless the cache runs out.
         cache_salt: prefixes are shared only between requests of the same salt; at most 65,536 bytes.
     """
 
     request_id: str
     tokens: list[int]
     max_new_tokens: int
+    priority: int
     cache_salt: str
     def __init__(self) -> None: ...
 

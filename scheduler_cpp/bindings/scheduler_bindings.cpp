@@ -172,6 +172,7 @@ void BindScheduler(py::module_& module) {
       .def_property("request_id", TextGetter(&RequestSpec::request_id), TextSetter(&RequestSpec::request_id))
       .def_readwrite("tokens", &RequestSpec::tokens)
       .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_readwrite("priority", &RequestSpec::priority)
       .def_property("cache_salt", TextGetter(&RequestSpec::cache_salt), TextSetter(&RequestSpec::cache_salt));
   SchedulerClass scheduler(module, "Scheduler",
                            "Decides, round by round, which requests run and where they are cached.");

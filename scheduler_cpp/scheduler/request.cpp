@@ -24,7 +24,7 @@ void RequestResources::RefreshIds() {
 
 Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence)
     : id_(std::move(spec.request_id)),
-      sequence_(sequence),
+      rank_{.priority = spec.priority, .sequence = sequence},
       tokens_(std::move(spec.tokens)),
       submitted_size_(static_cast<int32_t>(tokens_.size())),
       prefill_size_(submitted_size_),

@@ -10,6 +10,7 @@
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_H_
 
+#include <compare>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -69,6 +70,14 @@ struct PrefillWindow {
   int32_t end() const { return begin + size; }
 };
 
+// Who is served first: the lower priority, and among equals the earlier submission.
+struct RequestRank {
+  int32_t priority = 0;
+  int64_t sequence = 0;
+
+  friend auto operator<=>(const RequestRank&, const RequestRank&) = default;
+};
+
 class Request {
  public:
   // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
@@ -76,7 +85,8 @@ class Request {
   Request(RequestSpec spec, const std::string& weight_version, int64_t sequence);
 
   const std::string& id() const { return id_; }
-  int64_t sequence() const { return sequence_; }
+  int32_t priority() const { return rank_.priority; }
+  const RequestRank& rank() const { return rank_; }
   RequestState state() const { return state_; }
   bool IsResident() const { return resources_ != nullptr; }
   bool IsWaiting() const { return state_ == RequestState::kSubmitted || state_ == RequestState::kRetracted; }
@@ -127,7 +137,7 @@ class Request {
   RequestState StateAfter(const PrefillWindow& window) const;
 
   std::string id_;
-  int64_t sequence_;
+  RequestRank rank_;
   std::vector<int32_t> tokens_;
   int32_t submitted_size_;
   int32_t prefill_size_;

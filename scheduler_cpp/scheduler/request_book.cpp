@@ -8,7 +8,7 @@ void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
   auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
-  waiting_.emplace(next_sequence_, added);
+  waiting_.emplace(added->rank(), added);
   ++counts_[static_cast<std::size_t>(added->state())];
   ++next_sequence_;
 }
@@ -42,9 +42,9 @@ void RequestBook::Reorder(Request& request, RequestState before) {
   Order* to = OrderOf(after);
   if (from != to) {
     if (to != nullptr) {
-      to->insert(from->extract(request.sequence()));
+      to->insert(from->extract(request.rank()));
     } else {
-      from->erase(request.sequence());
+      from->erase(request.rank());
       finished_.push_back(&request);
     }
   }

@@ -152,7 +152,7 @@ int32_t Scheduler::DecodingSize() const { return book_.Count(RequestState::kDeco
 int32_t Scheduler::ActiveLcmBlocks() const {
   std::vector<std::span<const BlockTable>> tables;
   tables.reserve(book_.resident().size());
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     tables.push_back(std::as_const(*request).resources().tables());
   }
   return coordinator_.NumActiveLcmBlocks(tables);

@@ -115,8 +115,17 @@ class Scheduler {
   };
   void MakeRoom(Round& round);
   Victim ChooseVictim(const Round& round) const;
-  Request* ChooseAmongPrefilling(bool spare_covered) const;
-  Request* ChooseAmongDecoding(bool spare_covered, bool& any) const;
+  // Whom a retraction may hit: residents of one priority, those whose reserve covers all they generate perhaps spared.
+  struct Exposed {
+    int32_t priority = 0;
+    bool spare_covered = true;
+
+    bool Includes(const Request& request) const;
+  };
+  // Those of the least urgent priority that anybody exposed has; nothing when everybody is spared.
+  std::optional<Exposed> LeastUrgent(bool spare_covered) const;
+  Request* ChooseAmongPrefilling(const Exposed& exposed) const;
+  Request* ChooseAmongDecoding(const Exposed& exposed) const;
   Request* FirstReadyExcept(const Request& excluded) const;
   // Serves the grantee with what a retraction freed; true when the round should look for no further victim.
   bool Grant(Round& round, Request& grantee);

@@ -29,7 +29,7 @@ bool Scheduler::HasPrefillWork() const {
 }
 
 bool Scheduler::AnyResultOut() const {
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->resources().results_in_flight > 0) return true;
   }
   return false;
@@ -50,7 +50,7 @@ AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
 
 bool Scheduler::MustYield(const Request& request) const {
   if (!request.yields()) return false;
-  for (const auto& [sequence, resident] : book_.resident()) {
+  for (const auto& [rank, resident] : book_.resident()) {
     if (resident->decode_blocked || resident->state() == RequestState::kPrefilling) return true;
   }
   return false;
@@ -62,7 +62,7 @@ void Scheduler::SchedulePrefills(Round& round) {
 
 bool Scheduler::ScheduleResidentPrefills(Round& round) {
   if (book_.Count(RequestState::kPrefilling) == 0) return true;
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->state() != RequestState::kPrefilling) continue;
     if (round.IsFull()) return false;
     const AdmissionOutcome outcome = TryPrefill(round, *request);
@@ -89,7 +89,7 @@ void Scheduler::ScheduleWaiting(Round& round) {
 }
 
 void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->state() == RequestState::kPrefilling || round.HasScheduled(*request)) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
     if (TryDecode(round, *request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(*request);

@@ -62,6 +62,7 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
     replay=st.integers(0, 6),
     budget=st.integers(3, 40),
     batch=st.integers(1, 6),
+    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
 )
 def test_any_configuration_serves_everybody(
     which: int,
@@ -74,6 +75,7 @@ def test_any_configuration_serves_everybody(
     replay: int,
     budget: int,
     batch: int,
+    priorities: tuple[int, ...],
 ) -> None:
     work = Workload(
         GROUP_SETS[which],
@@ -87,6 +89,7 @@ def test_any_configuration_serves_everybody(
         prefix_replay_tokens=replay,
         max_batch_size=batch,
     )
+    work.priorities = priorities
     run_mixed_load(work, requests=12)
 
 

@@ -61,6 +61,7 @@ class Workload:
         # Both get every call, results as events the one and as arrays the other; their plans must be equal.
         self.schedulers = [Scheduler(self.config) for _ in range(2)]
         self.device = SimulatedDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
+        self.priorities: Sequence[int] = (0,)  # of new requests
         self.live: dict[str, Live] = {}
         self.pending: list[list[Landing]] = []  # results by step, oldest first
         self.submitted = 0
@@ -84,8 +85,9 @@ class Workload:
         tokens += [self.random.randint(0, 1) for _ in range(prompt - len(tokens))]
         request_id = f"r{self.submitted}"
         self.submitted += 1
+        priority = self.random.choice(self.priorities)
         for scheduler in self.schedulers:
-            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0)])
+            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0, priority=priority)])
         self.live[request_id] = Live(list(tokens), prompt, new, prompt + room + self.width)
         self.device.requests[request_id] = DeviceRequest(list(tokens))
         return True
