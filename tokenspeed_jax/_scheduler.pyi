@@ -80,6 +80,8 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        max_overtaken_rounds: rounds in which a waiting request that does not fit may be passed by requests behind it;
+            after them nobody behind it, later or less urgent, is admitted before it is. 0 = nobody is ever passed.
         weight_version: prefixes are shared only between requests submitted under the same one; at most 65,536 bytes.
     """
 
@@ -103,6 +105,7 @@ class SchedulerConfig:
     enable_mixed_prefill_decode: bool
     disable_prefix_cache: bool
     prefix_replay_tokens: int
+    max_overtaken_rounds: int
     weight_version: str
     def __init__(self) -> None: ...
 

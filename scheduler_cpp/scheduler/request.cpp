@@ -59,25 +59,26 @@ std::span<const uint64_t> Request::EventHashes(int32_t prefix_granularity, int32
   return {event_hashes_.data(), static_cast<std::size_t>(num_pages)};
 }
 
-RequestState Request::StateAfter(const PrefillWindow& window) const {
-  return window.end() == prefill_size_ ? RequestState::kPrefillDone : RequestState::kPrefilling;
+void Request::EnterWindow(const PrefillWindow& window) {
+  window_ = window;
+  const bool completes = window.end() == prefill_size_;
+  if (completes) overtaken_rounds = 0;
+  state_ = completes ? RequestState::kPrefillDone : RequestState::kPrefilling;
 }
 
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
   TOKENSPEED_CHECK(IsWaiting() && window.end() <= prefill_size_, "prefill starts from a waiting state");
   resources_ = std::move(resources);
   yields_ = false;
-  window_ = window;
   next_reserve_ = next_reserve;
-  state_ = StateAfter(window);
+  EnterWindow(window);
 }
 
 void Request::ContinuePrefill(PrefillWindow window, int32_t next_reserve) {
   const bool continues = window.begin == window_.end() && window.end() <= prefill_size_;
   TOKENSPEED_CHECK(state_ == RequestState::kPrefilling && continues, "a chunk continues where the last one ended");
-  window_ = window;
   next_reserve_ = next_reserve;
-  state_ = StateAfter(window);
+  EnterWindow(window);
 }
 
 void Request::StartDecode(int32_t next_reserve) {

@@ -132,9 +132,13 @@ class Request {
 
   uint64_t last_round = 0;  // number of the last round that scheduled the request
   bool decode_blocked = false;  // its last decode step did not fit
+  // Rounds in which it waited while one behind it was admitted, since its prompt was last complete. An unfinished
+  // prompt that gives way keeps the count: it has not got what it waited for.
+  int32_t overtaken_rounds = 0;
 
  private:
-  RequestState StateAfter(const PrefillWindow& window) const;
+  // Moves on to `window` and to the state that its end means.
+  void EnterWindow(const PrefillWindow& window);
 
   std::string id_;
   RequestRank rank_;

@@ -4,6 +4,8 @@
 // - Deterministic: the same configuration and calls give the same plans. No clock, no randomness, and no iteration
 //   over a hash container decides anything.
 // - A refused call leaves everything as it was.
+// - A waiting request that could run alone is passed by those behind it in at most max_overtaken_rounds rounds; then
+//   nobody behind it is admitted before it is.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
 // Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at
@@ -104,6 +106,8 @@ class Scheduler {
   void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
   // Whether a waiting request must let blocked decodes and unfinished prompts go first.
   bool MustYield(const Request& request) const;
+  // Whether a waiting request that cannot be admitted now keeps those behind it waiting too.
+  bool HoldsTheLine(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);
   bool AnyResultOut() const;

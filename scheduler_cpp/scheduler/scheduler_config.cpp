@@ -140,6 +140,7 @@ void SchedulerConfig::Validate() const {
     }
   }
   RequireAtLeast("prefix_replay_tokens", prefix_replay_tokens, 0);
+  RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
   ValidateChainKey("weight_version", weight_version);
   if (enable_l3_storage && !HasHostCache()) {
     Refuse("enable_l3_storage needs a host cache: num_host_pages > 1 and disable_l2_cache False");

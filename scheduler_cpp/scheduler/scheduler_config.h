@@ -36,6 +36,8 @@ struct SchedulerConfig {
   bool enable_mixed_prefill_decode = false;
   bool disable_prefix_cache = false;
   int32_t prefix_replay_tokens = 0;
+  // Rounds in which a waiting request that does not fit may be passed by those behind it, before it holds the line.
+  int32_t max_overtaken_rounds = 64;
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }

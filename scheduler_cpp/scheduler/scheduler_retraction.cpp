@@ -86,6 +86,7 @@ void Scheduler::Retract(Request& request, bool made_way) {
 Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
   for (const auto& [rank, request] : book_.waiting()) {
     if (request != &excluded && !MustYield(*request)) return request;
+    if (HoldsTheLine(*request)) return nullptr;
   }
   return nullptr;
 }
