@@ -130,6 +130,7 @@ class Scheduler {
   std::optional<Exposed> LeastUrgent(bool spare_covered) const;
   Request* ChooseAmongPrefilling(const Exposed& exposed) const;
   Request* ChooseAmongDecoding(const Exposed& exposed) const;
+  // Who may have what the waiting request `excluded` has just given up; null when that is nobody in this round.
   Request* FirstReadyExcept(const Request& excluded) const;
   // Serves the grantee with what a retraction freed; true when the round should look for no further victim.
   bool Grant(Round& round, Request& grantee);

@@ -4,7 +4,8 @@ import pytest
 
 from tokenspeed_jax.scheduler import RequestSpec
 
-from .scenario import FULL, Scenario, extend_result, swa
+from .scenario import FULL, Group, Scenario, extend_result, swa
+from .test_workload import run_mixed_load
 from .workload import Workload
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -127,6 +128,23 @@ def test_a_less_urgent_decode_gives_way_before_an_unfinished_urgent_prompt() -> 
 
     assert retracted(1) == (False, True)
     assert retracted(-1) == (True, False)
+
+
+def test_what_an_urgent_request_gives_up_is_not_granted_to_a_less_urgent_one() -> None:
+    """In this workload a request once came back in the round in which it had been retracted for an urgent one."""
+    work = Workload(
+        (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
+        usable=15,
+        seed=1447674839,
+        budget=12,
+        overlap_schedule_depth=1,
+        decode_input_tokens=3,
+        prefix_replay_tokens=3,
+        max_batch_size=4,
+        max_overtaken_rounds=2,
+    )
+    work.priorities = (0, 1)
+    run_mixed_load(work, requests=25)
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1.5, "1", None])
