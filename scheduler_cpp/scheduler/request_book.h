@@ -1,8 +1,8 @@
 // RequestBook: all live requests, by id, by slot and in the order in which they are served.
 //
 // Invariants: an id names at most one request; every change of a request's state goes through the book, so that its
-// orders, slots and counts are always current; orders follow priority and, within one, submission, whatever a
-// request has been through.
+// orders, slots and counts are always current; orders follow priority and, within one, submission, whatever a request
+// has been through.
 //
 // Ownership: owns the requests. Thread safety: none. Costs: by id or slot O(1); a move between the orders O(log requests).
 
