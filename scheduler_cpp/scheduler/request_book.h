@@ -4,7 +4,7 @@
 // orders, slots and counts are always current; orders follow priority and, within one, submission, whatever a request
 // has been through.
 //
-// Ownership: owns the requests. Thread safety: none. Costs: by id or slot O(1); a move between the orders O(log requests).
+// Ownership: owns the requests. Thread safety: none. Costs: by id or slot O(1); a move between orders O(log requests).
 
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
