@@ -80,6 +80,9 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        max_overtaken_rounds: rounds in which a waiting request that does not fit may be passed by requests behind it;
+            after them nobody behind it, later or less urgent, is admitted before it is. 0 = nobody is ever passed.
+        weight_version: prefixes are shared only between requests submitted under the same one; at most 65,536 bytes.
     """
 
     class Role(enum.Enum):
@@ -102,6 +105,8 @@ class SchedulerConfig:
     enable_mixed_prefill_decode: bool
     disable_prefix_cache: bool
     prefix_replay_tokens: int
+    max_overtaken_rounds: int
+    weight_version: str
     def __init__(self) -> None: ...
 
 class CapacityModel:
@@ -124,9 +129,21 @@ class CapacityModel:
         """Longest request, in tokens, that fits these parents on its own."""
 
 class RequestSpec:
+    """What a caller submits.
+
+    Attributes:
+        tokens: the prompt.
+        max_new_tokens: 0 = undeclared.
+        priority: the lower, the earlier it is served, and the later it is retracted; first come, first served among
+            equals. Nobody who runs is interrupted for a more urgent request, unless the cache runs out.
+        cache_salt: prefixes are shared only between requests of the same salt; at most 65,536 bytes.
+    """
+
     request_id: str
     tokens: list[int]
     max_new_tokens: int
+    priority: int
+    cache_salt: str
     def __init__(self) -> None: ...
 
 class ForwardEvent:
@@ -297,10 +314,32 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None: ...
     def submit_requests(self, request_specs: Sequence[RequestSpec]) -> None:
         """All or nothing; ValueError names the request and the limit."""
+    def set_weight_version(self, weight_version: str) -> None:
+        """Later requests share prefixes only with those of the same version; running ones keep theirs."""
     def next_execution_plan(self) -> ExecutionPlan:
         """Plans one round; releases the interpreter lock meanwhile."""
     def advance(self, event: ExecutionEvent) -> None:
         """All or nothing; RuntimeError for an event that is illegal in its request's state."""
+    def advance_rows(
+        self, slots: npt.NDArray[np.int32], token_counts: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]
+    ) -> None:
+        """Lands results of planned rows: an ExtendResult a row, in order, without an object a row.
+
+        All or nothing; an error names the bad entry. A result whose request has ended must be left out, for its slot
+        may be another request's by now.
+
+        Args:
+            slots: int32 [n], the rows' request-pool indices, each at most once.
+            token_counts: int32 [n], tokens of each row; 0 for a chunk that does not complete its prompt.
+            tokens: int32 [sum of token_counts], the rows' tokens one after the other.
+
+        Raises:
+            ValueError: arrays that do not fit each other, a slot twice, more tokens than a row can have produced.
+            RuntimeError: no request in the slot, no result out, a token for an unfinished prompt.
+            TypeError: not contiguous int32 arrays.
+        """
+    def finish_rows(self, slots: npt.NDArray[np.int32]) -> None:
+        """A Finish for the request in each slot, in order; all or nothing, with the errors of `advance_rows`."""
     def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]: ...
     def bootstrapping_size(self) -> int: ...
     def waiting_size(self) -> int: ...
@@ -323,7 +362,8 @@ class Scheduler:
     def clear_l1_cache(self) -> bool: ...
     def clear_cache(self) -> bool: ...
     def can_clear_cache(self) -> bool: ...
-    def prefix_hashes_for_tokens(self, tokens: Sequence[int]) -> list[str]: ...
+    def prefix_hashes_for_tokens(self, tokens: Sequence[int], cache_salt: str = "") -> list[str]:
+        """Of the pages that a request of this salt, submitted now, would look up; 64 hexadecimal digits each."""
     def waiting_prefix_hashes(self) -> list[str]: ...
     def expand_prefix_keys(self, content_hashes: Sequence[str]) -> tuple[list[str], list[str], list[int]]: ...
     def register_storage_keys(

@@ -8,12 +8,34 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <string>
+
 namespace tokenspeed {
 
 void BindConfig(pybind11::module_& module);
 void BindEvents(pybind11::module_& module);
 void BindPlan(pybind11::module_& module);
 void BindScheduler(pybind11::module_& module);
+
+// The text as UTF-8. Raises UnicodeEncodeError, a ValueError, for text that has none (lone surrogates).
+inline std::string Utf8(const pybind11::str& text) {
+  Py_ssize_t size = 0;
+  const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (bytes == nullptr) throw pybind11::error_already_set();
+  return {bytes, static_cast<std::size_t>(size)};
+}
+
+// Accessors of a text attribute that takes str alone: bytes that are no UTF-8 could be set but never be read again.
+template <typename Owner>
+auto TextGetter(std::string Owner::*member) {
+  return [member](const Owner& owner) { return pybind11::str(owner.*member); };
+}
+
+template <typename Owner>
+auto TextSetter(std::string Owner::*member) {
+  return [member](Owner& owner, const pybind11::str& text) { owner.*member = Utf8(text); };
+}
 
 }  // namespace tokenspeed
 

@@ -93,7 +93,10 @@ void BindSchedulerConfig(py::module_& module) {
       .def_readwrite("enable_kv_cache_events", &SchedulerConfig::enable_kv_cache_events)
       .def_readwrite("enable_mixed_prefill_decode", &SchedulerConfig::enable_mixed_prefill_decode)
       .def_readwrite("disable_prefix_cache", &SchedulerConfig::disable_prefix_cache)
-      .def_readwrite("prefix_replay_tokens", &SchedulerConfig::prefix_replay_tokens);
+      .def_readwrite("prefix_replay_tokens", &SchedulerConfig::prefix_replay_tokens)
+      .def_readwrite("max_overtaken_rounds", &SchedulerConfig::max_overtaken_rounds)
+      .def_property("weight_version", TextGetter(&SchedulerConfig::weight_version),
+                    TextSetter(&SchedulerConfig::weight_version));
 }
 
 void BindCapacityModel(py::module_& module) {

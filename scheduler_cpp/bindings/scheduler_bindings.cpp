@@ -1,7 +1,11 @@
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -54,13 +58,42 @@ auto Guarded(Result (Scheduler::*method)(Args...) const) {
   };
 }
 
+void SetWeightVersion(GuardedScheduler& self, const py::str& weight_version) {
+  std::string version = Utf8(weight_version);
+  self.Use([&](Scheduler& scheduler) { scheduler.SetWeightVersion(std::move(version)); });
+}
+
 ExecutionPlan NextPlan(GuardedScheduler& self) {
   const py::gil_scoped_release release;
   return self.Use([](Scheduler& scheduler) { return scheduler.NextExecutionPlan(); });
 }
 
-std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens) {
-  return self.Use([&](Scheduler& scheduler) { return scheduler.PrefixHashesForTokens(tokens); });
+// Taken without conversion: whatever is not a contiguous int32 array is a TypeError.
+using IntArray = py::array_t<int32_t, py::array::c_style>;
+
+std::span<const int32_t> Entries(const char* name, const IntArray& array) {
+  if (array.ndim() != 1) {
+    throw std::invalid_argument(std::string(name) + " must have one dimension, got " + std::to_string(array.ndim()));
+  }
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens) {
+  const RowResults rows{.slots = Entries("slots", slots),
+                        .token_counts = Entries("token_counts", token_counts),
+                        .tokens = Entries("tokens", tokens)};
+  self.Use([&](Scheduler& scheduler) { scheduler.AdvanceRows(rows); });
+}
+
+void FinishRows(GuardedScheduler& self, const IntArray& slots) {
+  const auto entries = Entries("slots", slots);
+  self.Use([&](Scheduler& scheduler) { scheduler.FinishRows(entries); });
+}
+
+std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens,
+                                    const py::str& cache_salt) {
+  const std::string salt = Utf8(cache_salt);
+  return self.Use([&](Scheduler& scheduler) { return scheduler.PrefixHashesForTokens(tokens, salt); });
 }
 
 std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int32_t>> ExpandKeys(
@@ -84,8 +117,12 @@ using SchedulerClass = py::class_<GuardedScheduler>;
 void BindSteps(SchedulerClass& scheduler) {
   scheduler.def(py::init<SchedulerConfig>(), py::arg("config"))
       .def("submit_requests", Guarded(&Scheduler::SubmitRequests), py::arg("request_specs"))
+      .def("set_weight_version", &SetWeightVersion, py::arg("weight_version"))
       .def("next_execution_plan", &NextPlan)
       .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
+      .def("advance_rows", &AdvanceRows, py::arg("slots").noconvert(),
+           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert())
+      .def("finish_rows", &FinishRows, py::arg("slots").noconvert())
       .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
 }
 
@@ -109,7 +146,7 @@ void BindCacheControl(SchedulerClass& scheduler) {
       .def("clear_l1_cache", Guarded(&Scheduler::ClearCache))
       .def("clear_cache", Guarded(&Scheduler::ClearCache))
       .def("can_clear_cache", Guarded(&Scheduler::CanClearCache))
-      .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"))
+      .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"), py::arg("cache_salt") = "")
       .def("expand_prefix_keys", &ExpandKeys, py::arg("content_hashes"))
       .def("register_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
            py::arg("page_offsets"))
@@ -132,9 +169,11 @@ void BindPeerGauges(SchedulerClass& scheduler) {
 void BindScheduler(py::module_& module) {
   py::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
       .def(py::init<>())
-      .def_readwrite("request_id", &RequestSpec::request_id)
+      .def_property("request_id", TextGetter(&RequestSpec::request_id), TextSetter(&RequestSpec::request_id))
       .def_readwrite("tokens", &RequestSpec::tokens)
-      .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens);
+      .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_readwrite("priority", &RequestSpec::priority)
+      .def_property("cache_salt", TextGetter(&RequestSpec::cache_salt), TextSetter(&RequestSpec::cache_salt));
   SchedulerClass scheduler(module, "Scheduler",
                            "Decides, round by round, which requests run and where they are cached.");
   BindSteps(scheduler);

@@ -45,7 +45,7 @@ PrefixHash HashPrefixPage(std::span<const int32_t> tokens, const std::optional<P
 }
 
 void ExtendPrefixHashes(std::span<const int32_t> tokens, int32_t prefix_granularity, int32_t num_prefix_pages,
-                        std::vector<PrefixHash>& hashes) {
+                        std::vector<PrefixHash>& hashes, std::span<const std::string> chain_keys) {
   const auto page_tokens = static_cast<std::size_t>(prefix_granularity);
   TOKENSPEED_CHECK(prefix_granularity > 0, "the prefix granularity must be positive");
   if (num_prefix_pages <= static_cast<int32_t>(hashes.size())) return;
@@ -53,9 +53,15 @@ void ExtendPrefixHashes(std::span<const int32_t> tokens, int32_t prefix_granular
                    "an incomplete prefix page cannot be hashed");
   hashes.reserve(static_cast<std::size_t>(num_prefix_pages));
   for (std::size_t page = hashes.size(); page < static_cast<std::size_t>(num_prefix_pages); ++page) {
-    const std::optional<PrefixHash> prior = hashes.empty() ? std::nullopt : std::optional(hashes.back());
-    hashes.push_back(HashPrefixPage(tokens.subspan(page * page_tokens, page_tokens), prior));
+    const auto page_span = tokens.subspan(page * page_tokens, page_tokens);
+    hashes.push_back(page == 0 ? HashPrefixPage(page_span, std::nullopt, chain_keys)
+                               : HashPrefixPage(page_span, hashes.back()));
   }
+}
+
+std::vector<std::string> ChainKeys(const std::string& cache_salt, const std::string& weight_version) {
+  if (cache_salt.empty() && weight_version.empty()) return {};
+  return {cache_salt, weight_version};
 }
 
 }  // namespace tokenspeed

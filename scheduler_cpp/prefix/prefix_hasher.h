@@ -3,6 +3,7 @@
 // Invariants:
 // - The hash of a prefix page depends on all tokens before it, through the chain of prior hashes.
 // - Distinct (prior, tokens, extra keys) never give the same byte stream: every field is preceded by its length.
+// - Keys that stand beside the first page's tokens separate whole chains: no page of one is a page of another.
 // - Hashing may resume from any stored hash and gives what hashing from the start gives.
 //
 // Thread safety: pure functions over values.
@@ -38,8 +39,13 @@ PrefixHash HashPrefixPage(std::span<const int32_t> tokens, const std::optional<P
 
 // Appends the hashes of the prefix pages that `hashes` lacks, up to `num_prefix_pages` in total. `tokens` starts at
 // position 0 and covers num_prefix_pages * prefix_granularity tokens at least. Does nothing when no page is missing.
+// `chain_keys` are the extra keys of the first page; they must be the same for the whole life of `hashes`.
 void ExtendPrefixHashes(std::span<const int32_t> tokens, int32_t prefix_granularity, int32_t num_prefix_pages,
-                        std::vector<PrefixHash>& hashes);
+                        std::vector<PrefixHash>& hashes, std::span<const std::string> chain_keys = {});
+
+// The chain keys of a prefix that is shared only under the same salt and the same weights: none when both are empty,
+// otherwise always both, so that a salt is never taken for a version.
+std::vector<std::string> ChainKeys(const std::string& cache_salt, const std::string& weight_version);
 
 }  // namespace tokenspeed
 

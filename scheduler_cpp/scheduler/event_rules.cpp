@@ -4,6 +4,8 @@
 #include <type_traits>
 #include <variant>
 
+#include "scheduler/landing_rules.h"
+
 namespace tokenspeed {
 namespace {
 
@@ -72,22 +74,24 @@ Request* EventRules::Judge(const SchedulerEvent& event) {
 bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
   if (shadow.state == RequestState::kFinished) return false;
   if (!IsResident(shadow.state)) throw InvalidTransition("ExtendResultEvent", shadow.state);
-  if (shadow.results_in_flight == 0) {
+  const LandingState at{.state = shadow.state,
+                        .results_in_flight = shadow.results_in_flight,
+                        .token_size = shadow.token_size,
+                        .covered_tokens = shadow.covered_tokens};
+  const auto num_tokens = static_cast<int64_t>(event.tokens.size());
+  const LandingVerdict verdict = JudgeLanding(at, num_tokens);
+  if (verdict == LandingVerdict::kNothingOut) {
     throw std::runtime_error("ExtendResult for request '" + event.request_id + "', which has no forward in flight");
   }
-  if (shadow.state == RequestState::kPrefilling && !event.tokens.empty()) {
-    throw InvalidTransition("ExtendResultEvent", shadow.state);
-  }
+  if (verdict == LandingVerdict::kPromptUnfinished) throw InvalidTransition("ExtendResultEvent", shadow.state);
   if (!event.spec_candidate_ids.empty()) {
     throw std::invalid_argument("spec_candidate_ids belong to role P; request '" + event.request_id + "' has some");
   }
-  const int64_t after = shadow.token_size + static_cast<int64_t>(event.tokens.size());
-  if (!event.tokens.empty() && after - 1 > shadow.covered_tokens) {
-    throw std::invalid_argument("ExtendResult for request '" + event.request_id + "': " +
-                                std::to_string(event.tokens.size()) +
+  if (verdict == LandingVerdict::kTooManyTokens) {
+    throw std::invalid_argument("ExtendResult for request '" + event.request_id + "': " + std::to_string(num_tokens) +
                                 " tokens are more than its scheduled forwards can have produced");
   }
-  shadow.token_size = after;
+  shadow.token_size += num_tokens;
   --shadow.results_in_flight;
   return true;
 }

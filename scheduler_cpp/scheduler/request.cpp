@@ -22,13 +22,14 @@ void RequestResources::RefreshIds() {
   }
 }
 
-Request::Request(RequestSpec spec, int64_t sequence)
+Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence)
     : id_(std::move(spec.request_id)),
-      sequence_(sequence),
+      rank_{.priority = spec.priority, .sequence = sequence},
       tokens_(std::move(spec.tokens)),
       submitted_size_(static_cast<int32_t>(tokens_.size())),
       prefill_size_(submitted_size_),
-      max_new_tokens_(spec.max_new_tokens) {}
+      max_new_tokens_(spec.max_new_tokens),
+      chain_keys_(ChainKeys(spec.cache_salt, weight_version)) {}
 
 GenerationBudget Request::Budget() const {
   return GenerationBudget{.max_new_tokens = max_new_tokens_,
@@ -43,7 +44,7 @@ int32_t Request::NumComputedTokens() const {
 }
 
 std::span<const PrefixHash> Request::PrefixHashes(int32_t prefix_granularity, int32_t num_pages) {
-  ExtendPrefixHashes(tokens_, prefix_granularity, num_pages, prefix_hashes_);
+  ExtendPrefixHashes(tokens_, prefix_granularity, num_pages, prefix_hashes_, chain_keys_);
   return {prefix_hashes_.data(), static_cast<std::size_t>(num_pages)};
 }
 
@@ -52,31 +53,32 @@ std::span<const uint64_t> Request::EventHashes(int32_t prefix_granularity, int32
   while (event_hashes_.size() < static_cast<std::size_t>(num_pages)) {
     const std::span<const int32_t> all = tokens_;
     const auto page = all.subspan(event_hashes_.size() * width, width);
-    const auto parent = event_hashes_.empty() ? std::nullopt : std::optional<uint64_t>(event_hashes_.back());
+    const auto parent = event_hashes_.empty() ? ResidencyChainStart(chain_keys_) : event_hashes_.back();
     event_hashes_.push_back(HashResidencyPage(page, parent));
   }
   return {event_hashes_.data(), static_cast<std::size_t>(num_pages)};
 }
 
-RequestState Request::StateAfter(const PrefillWindow& window) const {
-  return window.end() == prefill_size_ ? RequestState::kPrefillDone : RequestState::kPrefilling;
+void Request::EnterWindow(const PrefillWindow& window) {
+  window_ = window;
+  const bool completes = window.end() == prefill_size_;
+  if (completes) overtaken_rounds = 0;
+  state_ = completes ? RequestState::kPrefillDone : RequestState::kPrefilling;
 }
 
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
   TOKENSPEED_CHECK(IsWaiting() && window.end() <= prefill_size_, "prefill starts from a waiting state");
   resources_ = std::move(resources);
   yields_ = false;
-  window_ = window;
   next_reserve_ = next_reserve;
-  state_ = StateAfter(window);
+  EnterWindow(window);
 }
 
 void Request::ContinuePrefill(PrefillWindow window, int32_t next_reserve) {
   const bool continues = window.begin == window_.end() && window.end() <= prefill_size_;
   TOKENSPEED_CHECK(state_ == RequestState::kPrefilling && continues, "a chunk continues where the last one ended");
-  window_ = window;
   next_reserve_ = next_reserve;
-  state_ = StateAfter(window);
+  EnterWindow(window);
 }
 
 void Request::StartDecode(int32_t next_reserve) {

@@ -10,8 +10,10 @@
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_H_
 
+#include <compare>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -68,13 +70,23 @@ struct PrefillWindow {
   int32_t end() const { return begin + size; }
 };
 
+// Who is served first: the lower priority, and among equals the earlier submission.
+struct RequestRank {
+  int32_t priority = 0;
+  int64_t sequence = 0;
+
+  friend auto operator<=>(const RequestRank&, const RequestRank&) = default;
+};
+
 class Request {
  public:
-  // `sequence` orders requests by submission.
-  Request(RequestSpec spec, int64_t sequence);
+  // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
+  // whole life with whom it shares prefixes.
+  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence);
 
   const std::string& id() const { return id_; }
-  int64_t sequence() const { return sequence_; }
+  int32_t priority() const { return rank_.priority; }
+  const RequestRank& rank() const { return rank_; }
   RequestState state() const { return state_; }
   bool IsResident() const { return resources_ != nullptr; }
   bool IsWaiting() const { return state_ == RequestState::kSubmitted || state_ == RequestState::kRetracted; }
@@ -88,6 +100,10 @@ class Request {
 
   RequestResources& resources() { return *resources_; }
   const RequestResources& resources() const { return *resources_; }
+  // Request-pool slot of a resident request.
+  std::optional<int32_t> SlotIndex() const {
+    return resources_ == nullptr ? std::nullopt : std::optional(resources_->slot_index());
+  }
   const PrefillWindow& window() const { return window_; }
   int32_t next_reserve() const { return next_reserve_; }
   // Leading tokens whose cache rows are written, or will be before any later reader runs.
@@ -116,12 +132,16 @@ class Request {
 
   uint64_t last_round = 0;  // number of the last round that scheduled the request
   bool decode_blocked = false;  // its last decode step did not fit
+  // Rounds in which it waited while one behind it was admitted, since its prompt was last complete. An unfinished
+  // prompt that gives way keeps the count: it has not got what it waited for.
+  int32_t overtaken_rounds = 0;
 
  private:
-  RequestState StateAfter(const PrefillWindow& window) const;
+  // Moves on to `window` and to the state that its end means.
+  void EnterWindow(const PrefillWindow& window);
 
   std::string id_;
-  int64_t sequence_;
+  RequestRank rank_;
   std::vector<int32_t> tokens_;
   int32_t submitted_size_;
   int32_t prefill_size_;
@@ -132,6 +152,7 @@ class Request {
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
   bool yields_ = false;
+  std::vector<std::string> chain_keys_;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;
 };

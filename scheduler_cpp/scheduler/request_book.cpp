@@ -4,11 +4,11 @@
 
 namespace tokenspeed {
 
-void RequestBook::Insert(RequestSpec spec) {
-  auto request = std::make_unique<Request>(std::move(spec), next_sequence_);
+void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
+  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
-  waiting_.emplace(next_sequence_, added);
+  waiting_.emplace(added->rank(), added);
   ++counts_[static_cast<std::size_t>(added->state())];
   ++next_sequence_;
 }
@@ -42,12 +42,22 @@ void RequestBook::Reorder(Request& request, RequestState before) {
   Order* to = OrderOf(after);
   if (from != to) {
     if (to != nullptr) {
-      to->insert(from->extract(request.sequence()));
+      to->insert(from->extract(request.rank()));
     } else {
-      from->erase(request.sequence());
+      from->erase(request.rank());
       finished_.push_back(&request);
     }
   }
+}
+
+void RequestBook::Reseat(Request& request, std::optional<int32_t> before) {
+  const std::optional<int32_t> after = request.SlotIndex();
+  if (before == after) return;
+  if (before.has_value()) by_slot_[static_cast<std::size_t>(*before)] = nullptr;
+  if (!after.has_value()) return;
+  const auto slot = static_cast<std::size_t>(*after);
+  if (slot >= by_slot_.size()) by_slot_.resize(slot + 1, nullptr);
+  by_slot_[slot] = &request;
 }
 
 void RequestBook::Reap() {

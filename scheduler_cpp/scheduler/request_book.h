@@ -1,17 +1,20 @@
-// RequestBook: all live requests, by id and in submission order.
+// RequestBook: all live requests, by id, by slot and in the order in which they are served.
 //
 // Invariants: an id names at most one request; every change of a request's state goes through the book, so that its
-// orders and counts are always current; orders follow submission, whatever a request has been through.
+// orders, slots and counts are always current; orders follow priority and, within one, submission, whatever a request
+// has been through.
 //
-// Ownership: owns the requests. Thread safety: none. Costs: by id O(1); a move between the orders O(log requests).
+// Ownership: owns the requests. Thread safety: none. Costs: by id or slot O(1); a move between orders O(log requests).
 
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,14 +25,21 @@ namespace tokenspeed {
 
 class RequestBook {
  public:
-  // Requests by submission number.
-  using Order = std::map<int64_t, Request*>;
+  using Order = std::map<RequestRank, Request*>;
 
   // The id must be new.
-  void Insert(RequestSpec spec);
+  void Insert(RequestSpec spec, const std::string& weight_version);
   // Null when the id is unknown.
   Request* Find(const std::string& id) const;
   bool Contains(const std::string& id) const { return Find(id) != nullptr; }
+
+  // The resident request in this request-pool slot; null for a free slot and for any other number.
+  Request* AtSlot(int32_t slot) const {
+    return slot >= 0 && static_cast<std::size_t>(slot) < by_slot_.size() ? by_slot_[static_cast<std::size_t>(slot)]
+                                                                         : nullptr;
+  }
+  // One more than the largest slot that a request has ever been in.
+  std::size_t SlotBound() const { return by_slot_.size(); }
 
   // Submitted and Retracted.
   const Order& waiting() const { return waiting_; }
@@ -41,7 +51,9 @@ class RequestBook {
   template <typename Transition>
   void Move(Request& request, Transition&& transition) {
     const RequestState before = request.state();
+    const std::optional<int32_t> slot = request.SlotIndex();
     transition(request);
+    Reseat(request, slot);
     Reorder(request, before);
   }
 
@@ -50,11 +62,13 @@ class RequestBook {
 
  private:
   void Reorder(Request& request, RequestState before);
+  void Reseat(Request& request, std::optional<int32_t> before);
   Order* OrderOf(RequestState state);
 
   std::unordered_map<std::string, std::unique_ptr<Request>> by_id_;
   Order waiting_;
   Order resident_;
+  std::vector<Request*> by_slot_;
   std::vector<Request*> finished_;
   std::array<int32_t, kNumRequestStates> counts_ = {};
   int64_t next_sequence_ = 0;

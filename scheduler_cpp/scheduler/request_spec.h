@@ -13,6 +13,8 @@ struct RequestSpec {
   std::string request_id;
   std::vector<int32_t> tokens;  // the prompt
   int32_t max_new_tokens = 0;   // 0 = undeclared
+  int32_t priority = 0;         // the lower, the earlier it is served
+  std::string cache_salt = {};  // prefixes are shared only between requests of the same salt
 };
 
 }  // namespace tokenspeed

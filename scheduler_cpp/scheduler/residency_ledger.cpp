@@ -32,6 +32,16 @@ uint64_t HashResidencyPage(std::span<const int32_t> tokens, std::optional<uint64
   return hash.value();
 }
 
+std::optional<uint64_t> ResidencyChainStart(std::span<const std::string> chain_keys) {
+  if (chain_keys.empty()) return std::nullopt;
+  const PrefixHash hash = HashPrefixPage({}, std::nullopt, chain_keys);
+  uint64_t start = 0;
+  for (int index = 0; index < 8; ++index) {
+    start |= uint64_t{hash.bytes[static_cast<std::size_t>(index)]} << (8 * index);
+  }
+  return start;
+}
+
 std::size_t ResidencyLedger::ContentHasher::operator()(const PrefixHash& hash) const noexcept {
   std::size_t value = 0;
   std::memcpy(&value, hash.bytes.data(), sizeof(value));

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <variant>
 #include <vector>
@@ -38,6 +39,10 @@ using ResidencyEvent = std::variant<BlockStoredEvent, BlockRemovedEvent>;
 
 // FNV-1a over: a byte telling whether there is a parent, the parent, the token count, the tokens; little endian.
 uint64_t HashResidencyPage(std::span<const int32_t> tokens, std::optional<uint64_t> parent);
+
+// What the first page of a chain hashes as its parent, so that an outside router takes no salted prefix for another:
+// nothing without chain keys, else the leading bytes, little endian, of their prefix hash over no tokens.
+std::optional<uint64_t> ResidencyChainStart(std::span<const std::string> chain_keys);
 
 class ResidencyLedger {
  public:

@@ -36,10 +36,10 @@ class Round {
   std::size_t NumRows() const { return batch().NumRows(); }
   RequestAdmission::FreshBlocks& fresh() { return fresh_; }
 
-  // The first candidate that the cache could not hold; null while there is none.
+  // Of the candidates that the cache could not hold, the first of the most urgent ones; null while there is none.
   Request* blocker() const { return blocker_; }
   void RecordBlocker(Request& request) {
-    if (blocker_ == nullptr) blocker_ = &request;
+    if (blocker_ == nullptr || request.priority() < blocker_->priority()) blocker_ = &request;
   }
 
   // Adds the row of a request that has just been admitted.

@@ -64,6 +64,7 @@ void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
     if (spec.max_new_tokens < 0) {
       throw std::invalid_argument(who + "max_new_tokens must be >= 0, got " + std::to_string(spec.max_new_tokens));
     }
+    ValidateChainKey(who + "cache_salt", spec.cache_salt);
     const auto prompt = static_cast<int64_t>(spec.tokens.size());
     const int64_t limit = prompt + std::max(spec.max_new_tokens, config_.decode_input_tokens);
     if (limit > max_single_request_tokens_) {
@@ -77,7 +78,12 @@ void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
 
 void Scheduler::SubmitRequests(std::vector<RequestSpec> specs) {
   ValidateSpecs(specs);
-  for (RequestSpec& spec : specs) book_.Insert(std::move(spec));
+  for (RequestSpec& spec : specs) book_.Insert(std::move(spec), config_.weight_version);
+}
+
+void Scheduler::SetWeightVersion(std::string weight_version) {
+  ValidateChainKey("weight_version", weight_version);
+  config_.weight_version = std::move(weight_version);
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
@@ -100,13 +106,33 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
           Retract(request, /*made_way=*/false);
+        } else if constexpr (std::is_same_v<Event, FinishEvent>) {
+          Finish(request);
         } else {
-          // Finish, Abort, PD failure and PD success; the rules let nothing else through.
-          if (std::is_same_v<Event, FinishEvent> && request.IsResident()) admission_.PublishAtFinish(request);
+          // Abort, PD failure and PD success; the rules let nothing else through.
           book_.Move(request, [](Request& moved) { moved.Finish(); });
         }
       },
       event);
+}
+
+void Scheduler::Finish(Request& request) {
+  if (request.IsResident()) admission_.PublishAtFinish(request);
+  book_.Move(request, [](Request& moved) { moved.Finish(); });
+}
+
+void Scheduler::AdvanceRows(const RowResults& rows) {
+  const std::vector<Request*> requests = JudgeRows(book_, rows);
+  std::span<const int32_t> tokens = rows.tokens;
+  for (std::size_t row = 0; row < requests.size(); ++row) {
+    const auto count = static_cast<std::size_t>(rows.token_counts[row]);
+    requests[row]->Land(tokens.first(count));
+    tokens = tokens.subspan(count);
+  }
+}
+
+void Scheduler::FinishRows(std::span<const int32_t> slots) {
+  for (Request* request : JudgeFinishes(book_, slots)) Finish(*request);
 }
 
 std::vector<ResidencyEvent> Scheduler::DrainResidencyEvents() {
@@ -126,7 +152,7 @@ int32_t Scheduler::DecodingSize() const { return book_.Count(RequestState::kDeco
 int32_t Scheduler::ActiveLcmBlocks() const {
   std::vector<std::span<const BlockTable>> tables;
   tables.reserve(book_.resident().size());
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     tables.push_back(std::as_const(*request).resources().tables());
   }
   return coordinator_.NumActiveLcmBlocks(tables);
@@ -151,14 +177,17 @@ int64_t Scheduler::GroupAvailablePages(const std::string& group_id) const {
   return coordinator_.NumAvailableBlocks(static_cast<int32_t>(GroupIndex(group_id)));
 }
 
-std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_t> tokens) const {
+std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_t> tokens,
+                                                          const std::string& cache_salt) const {
+  ValidateChainKey("cache_salt", cache_salt);
   if (tokens.size() > static_cast<std::size_t>(std::numeric_limits<int32_t>::max())) {
     throw std::invalid_argument("tokens: at most " + std::to_string(std::numeric_limits<int32_t>::max()) +
                                 " can be hashed, got " + std::to_string(tokens.size()));
   }
   const auto count = static_cast<int32_t>(tokens.size());
   std::vector<PrefixHash> hashes;
-  ExtendPrefixHashes(tokens, config_.prefix_granularity, std::max(count - 1, 0) / config_.prefix_granularity, hashes);
+  ExtendPrefixHashes(tokens, config_.prefix_granularity, std::max(count - 1, 0) / config_.prefix_granularity, hashes,
+                     ChainKeys(cache_salt, config_.weight_version));
   std::vector<std::string> texts;
   texts.reserve(hashes.size());
   for (const PrefixHash& hash : hashes) texts.push_back(hash.ToHex());

@@ -4,6 +4,8 @@
 // - Deterministic: the same configuration and calls give the same plans. No clock, no randomness, and no iteration
 //   over a hash container decides anything.
 // - A refused call leaves everything as it was.
+// - A waiting request that could run alone is passed by those behind it in at most max_overtaken_rounds rounds; then
+//   nobody behind it is admitted before it is.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
 // Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at
@@ -32,6 +34,7 @@
 #include "scheduler/request_spec.h"
 #include "scheduler/residency_ledger.h"
 #include "scheduler/round.h"
+#include "scheduler/row_results.h"
 #include "scheduler/scheduler_config.h"
 #include "scheduler/stall_watch.h"
 
@@ -46,9 +49,16 @@ class Scheduler {
 
   // All or nothing. Throws std::invalid_argument.
   void SubmitRequests(std::vector<RequestSpec> specs);
+  // Requests submitted from now on share prefixes only with those submitted under the same version; running requests
+  // keep theirs. Throws std::invalid_argument.
+  void SetWeightVersion(std::string weight_version);
   ExecutionPlan NextExecutionPlan();
   // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
   void Advance(const ExecutionEvent& event);
+  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. Rows
+  // of requests that have ended are to be left out. All or nothing; they throw what JudgeRows and JudgeFinishes throw.
+  void AdvanceRows(const RowResults& rows);
+  void FinishRows(std::span<const int32_t> slots);
   std::vector<ResidencyEvent> DrainResidencyEvents();
 
   int32_t WaitingSize() const;
@@ -71,7 +81,9 @@ class Scheduler {
   bool ClearCache() { return coordinator_.ClearDeviceCache(); }
   bool CanClearCache() const { return coordinator_.CacheIsClearable(); }
 
-  std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens) const;
+  // As a request of this salt, submitted now, would look them up. Throws std::invalid_argument.
+  std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens,
+                                                 const std::string& cache_salt = {}) const;
 
   struct PrefixKeys {
     std::vector<std::string> group_ids;
@@ -94,6 +106,8 @@ class Scheduler {
   void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
   // Whether a waiting request must let blocked decodes and unfinished prompts go first.
   bool MustYield(const Request& request) const;
+  // Whether a waiting request that cannot be admitted now keeps those behind it waiting too.
+  bool HoldsTheLine(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);
   bool AnyResultOut() const;
@@ -105,14 +119,25 @@ class Scheduler {
   };
   void MakeRoom(Round& round);
   Victim ChooseVictim(const Round& round) const;
-  Request* ChooseAmongPrefilling(bool spare_covered) const;
-  Request* ChooseAmongDecoding(bool spare_covered, bool& any) const;
+  // Whom a retraction may hit: residents of one priority, those whose reserve covers all they generate perhaps spared.
+  struct Exposed {
+    int32_t priority = 0;
+    bool spare_covered = true;
+
+    bool Includes(const Request& request) const;
+  };
+  // Those of the least urgent priority that anybody exposed has; nothing when everybody is spared.
+  std::optional<Exposed> LeastUrgent(bool spare_covered) const;
+  Request* ChooseAmongPrefilling(const Exposed& exposed) const;
+  Request* ChooseAmongDecoding(const Exposed& exposed) const;
+  // Who may have what the waiting request `excluded` has just given up; null when that is nobody in this round.
   Request* FirstReadyExcept(const Request& excluded) const;
   // Serves the grantee with what a retraction freed; true when the round should look for no further victim.
   bool Grant(Round& round, Request& grantee);
   void Retract(Request& request, bool made_way);
 
   void Apply(Request& request, const SchedulerEvent& event);
+  void Finish(Request& request);
 
   SchedulerConfig config_;
   std::vector<std::string> group_ids_;

@@ -65,6 +65,13 @@ void ValidateGroups(const SchedulerConfig& config) {
 
 }  // namespace
 
+void ValidateChainKey(const std::string& field, const std::string& value) {
+  if (value.size() > kMaxChainKeyBytes) {
+    Refuse(field + " must have at most " + std::to_string(kMaxChainKeyBytes) + " bytes, got " +
+           std::to_string(value.size()));
+  }
+}
+
 bool SchedulerConfig::HasStateGroup() const {
   return std::any_of(cache_groups.begin(), cache_groups.end(),
                      [](const CacheGroupConfig& group) { return group.IsState(); });
@@ -133,6 +140,8 @@ void SchedulerConfig::Validate() const {
     }
   }
   RequireAtLeast("prefix_replay_tokens", prefix_replay_tokens, 0);
+  RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
+  ValidateChainKey("weight_version", weight_version);
   if (enable_l3_storage && !HasHostCache()) {
     Refuse("enable_l3_storage needs a host cache: num_host_pages > 1 and disable_l2_cache False");
   }

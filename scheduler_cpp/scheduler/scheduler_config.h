@@ -3,12 +3,20 @@
 #ifndef TOKENSPEED_SCHEDULER_SCHEDULER_CONFIG_H_
 #define TOKENSPEED_SCHEDULER_SCHEDULER_CONFIG_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "scheduler/cache_group_config.h"
 
 namespace tokenspeed {
+
+// Salts and weight versions are names, and every request keeps its own; longer ones are a mistake.
+inline constexpr std::size_t kMaxChainKeyBytes = 65536;
+
+// Throws std::invalid_argument naming `field` for a salt or version that is too long.
+void ValidateChainKey(const std::string& field, const std::string& value);
 
 struct SchedulerConfig {
   enum class Role { kPrefill, kDecode, kFused };
@@ -28,6 +36,9 @@ struct SchedulerConfig {
   bool enable_mixed_prefill_decode = false;
   bool disable_prefix_cache = false;
   int32_t prefix_replay_tokens = 0;
+  // Rounds in which a waiting request that does not fit may be passed by those behind it, before it holds the line.
+  int32_t max_overtaken_rounds = 64;
+  std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }
   [[nodiscard]] bool HasStateGroup() const;

@@ -1,6 +1,7 @@
 // Retraction: when nobody's prompt moves and somebody is blocked for want of storage, a resident request gives up its
 // cache and comes back later with its output as part of its prompt.
 
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -17,24 +18,36 @@ bool IsQuiescent(const Request& request) { return request.resources().results_in
 
 }  // namespace
 
-Request* Scheduler::ChooseAmongPrefilling(bool spare_covered) const {
+bool Scheduler::Exposed::Includes(const Request& request) const {
+  return request.priority() == priority && !IsSpared(request, spare_covered);
+}
+
+std::optional<Scheduler::Exposed> Scheduler::LeastUrgent(bool spare_covered) const {
+  // The order is by priority, so the last one that is not spared is of the least urgent.
+  for (auto entry = book_.resident().rbegin(); entry != book_.resident().rend(); ++entry) {
+    const Request& request = *entry->second;
+    if (!IsSpared(request, spare_covered)) return Exposed{request.priority(), spare_covered};
+  }
+  return std::nullopt;
+}
+
+Request* Scheduler::ChooseAmongPrefilling(const Exposed& exposed) const {
   Request* chosen = nullptr;
-  for (const auto& [sequence, request] : book_.resident()) {
-    if (request->state() != RequestState::kPrefilling || IsSpared(*request, spare_covered)) continue;
+  for (const auto& [rank, request] : book_.resident()) {
+    if (request->state() != RequestState::kPrefilling || !exposed.Includes(*request)) continue;
     if (chosen == nullptr || request->TokenSize() > chosen->TokenSize()) chosen = request;
   }
   return chosen;
 }
 
-Request* Scheduler::ChooseAmongDecoding(bool spare_covered, bool& any) const {
+Request* Scheduler::ChooseAmongDecoding(const Exposed& exposed) const {
   std::vector<Request*> candidates;
   bool any_quiescent = false;
-  for (const auto& [sequence, request] : book_.resident()) {
-    if (request->state() == RequestState::kPrefilling || IsSpared(*request, spare_covered)) continue;
+  for (const auto& [rank, request] : book_.resident()) {
+    if (request->state() == RequestState::kPrefilling || !exposed.Includes(*request)) continue;
     candidates.push_back(request);
     any_quiescent = any_quiescent || IsQuiescent(*request);
   }
-  any = !candidates.empty();
   // Whoever would be chosen has a result out, so the choice, which scans whole tables, is not worth making.
   if (!any_quiescent) return nullptr;
   Request* chosen = nullptr;
@@ -54,12 +67,10 @@ Request* Scheduler::ChooseAmongDecoding(bool spare_covered, bool& any) const {
 Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
   for (const bool last_resort : {false, true}) {
     if (last_resort && round.NumRows() > 0) break;
-    Request* chosen = ChooseAmongPrefilling(/*spare_covered=*/!last_resort);
-    if (chosen == nullptr) {
-      bool any = false;
-      chosen = ChooseAmongDecoding(/*spare_covered=*/!last_resort, any);
-      if (!any) continue;
-    }
+    const std::optional<Exposed> exposed = LeastUrgent(/*spare_covered=*/!last_resort);
+    if (!exposed.has_value()) continue;
+    Request* chosen = ChooseAmongPrefilling(*exposed);
+    if (chosen == nullptr) chosen = ChooseAmongDecoding(*exposed);
     // A worse victim in place of one whose result is still out would only postpone the same loss.
     if (chosen == nullptr || !IsQuiescent(*chosen)) break;
     return Victim{.request = chosen, .last_resort = last_resort};
@@ -73,8 +84,11 @@ void Scheduler::Retract(Request& request, bool made_way) {
 }
 
 Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
-  for (const auto& [sequence, request] : book_.waiting()) {
+  for (const auto& [rank, request] : book_.waiting()) {
+    // What an urgent request gives up is not for a less urgent one; it may be this one's again in the next round.
+    if (request->priority() > excluded.priority()) return nullptr;
     if (request != &excluded && !MustYield(*request)) return request;
+    if (HoldsTheLine(*request)) return nullptr;
   }
   return nullptr;
 }

@@ -1,6 +1,6 @@
 // How a round is put together: which phases run, in which order, and when each of them stops.
 
-#include <iterator>
+#include <vector>
 
 #include "scheduler/scheduler.h"
 
@@ -29,7 +29,7 @@ bool Scheduler::HasPrefillWork() const {
 }
 
 bool Scheduler::AnyResultOut() const {
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->resources().results_in_flight > 0) return true;
   }
   return false;
@@ -50,7 +50,7 @@ AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
 
 bool Scheduler::MustYield(const Request& request) const {
   if (!request.yields()) return false;
-  for (const auto& [sequence, resident] : book_.resident()) {
+  for (const auto& [rank, resident] : book_.resident()) {
     if (resident->decode_blocked || resident->state() == RequestState::kPrefilling) return true;
   }
   return false;
@@ -62,7 +62,7 @@ void Scheduler::SchedulePrefills(Round& round) {
 
 bool Scheduler::ScheduleResidentPrefills(Round& round) {
   if (book_.Count(RequestState::kPrefilling) == 0) return true;
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->state() != RequestState::kPrefilling) continue;
     if (round.IsFull()) return false;
     const AdmissionOutcome outcome = TryPrefill(round, *request);
@@ -76,20 +76,34 @@ bool Scheduler::ScheduleResidentPrefills(Round& round) {
   return true;
 }
 
+bool Scheduler::HoldsTheLine(const Request& request) const {
+  // One that has outgrown the whole pool would hold it for ever.
+  const bool fits_alone = int64_t{request.TokenSize()} + config_.decode_input_tokens <= max_single_request_tokens_;
+  return fits_alone && request.overtaken_rounds >= config_.max_overtaken_rounds;
+}
+
 void Scheduler::ScheduleWaiting(Round& round) {
+  std::vector<Request*> passed_over;
   for (auto next = book_.waiting().begin(); next != book_.waiting().end();) {
     if (round.IsFull() || !admission_.HasFreeSlot()) return;
     Request& request = *next->second;
     ++next;  // an admission takes the request out of this order
-    if (MustYield(request)) continue;
-    const AdmissionOutcome outcome = TryPrefill(round, request);
-    if (outcome == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
+    const bool yields = MustYield(request);
+    const AdmissionOutcome outcome = yields ? AdmissionOutcome::kNoCapacity : TryPrefill(round, request);
+    if (outcome == AdmissionOutcome::kNoCapacity) {
+      if (!yields) round.RecordBlocker(request);
+      if (HoldsTheLine(request)) return;
+      passed_over.push_back(&request);
+    } else if (outcome == AdmissionOutcome::kScheduled) {
+      for (Request* overtaken : passed_over) ++overtaken->overtaken_rounds;
+      passed_over.clear();  // each counts a round once
+    }
     if (request.state() == RequestState::kPrefilling) return;
   }
 }
 
 void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
-  for (const auto& [sequence, request] : book_.resident()) {
+  for (const auto& [rank, request] : book_.resident()) {
     if (request->state() == RequestState::kPrefilling || round.HasScheduled(*request)) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
     if (TryDecode(round, *request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(*request);

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "prefix/cache_key.h"
@@ -87,6 +88,37 @@ TEST(incremental_hashing_equals_hashing_at_once) {
     ExtendPrefixHashes(tokens, granularity, pages / 2, grown);
     EXPECT_TRUE(grown == at_once);
   }
+}
+
+std::vector<PrefixHash> Chain(const std::string& salt, const std::string& version) {
+  const std::vector<int32_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8};
+  std::vector<PrefixHash> hashes;
+  ExtendPrefixHashes(tokens, 4, 1, hashes, ChainKeys(salt, version));
+  ExtendPrefixHashes(tokens, 4, 2, hashes, ChainKeys(salt, version));
+  return hashes;
+}
+
+TEST(salts_and_weight_versions_separate_every_page_of_a_chain) {
+  const std::string zero(1, '\0');
+  const std::vector<std::pair<std::string, std::string>> identities = {
+      {"", ""},  {"a", ""},  {"", "a"},  {"a", "a"},  {"ab", ""},  {"", "ab"},
+      {"a", "b"}, {"b", "a"}, {zero, ""}, {"", zero}, {zero, zero}, {"\xff\xfe", ""}};
+  std::vector<PrefixHash> seen;
+  for (const auto& [salt, version] : identities) {
+    const std::vector<PrefixHash> chain = Chain(salt, version);
+    REQUIRE(chain.size() == 2);
+    EXPECT_TRUE(chain == Chain(salt, version));
+    for (const PrefixHash& hash : chain) {
+      for (const PrefixHash& other : seen) EXPECT_FALSE(hash == other);
+    }
+    seen.insert(seen.end(), chain.begin(), chain.end());
+  }
+}
+
+TEST(a_chain_without_salt_and_version_is_the_documented_one) {
+  const std::vector<PrefixHash> chain = Chain("", "");
+  EXPECT_EQ(chain[0].ToHex(), std::string("65a73aeec7de373d87d0bb665fb1b7e9c490f83287b644f3ea58f3eea1ee271f"));
+  EXPECT_EQ(chain[1].ToHex(), std::string("9f99734c64c898db6698530d61968eeba422fe1f4f044203644087f9ec65e01c"));
 }
 
 TEST(incomplete_pages_are_never_hashed) {

@@ -27,58 +27,80 @@ SchedulerConfig Config(int32_t usable) {
   return config;
 }
 
-void Land(Scheduler& scheduler, const ForwardBatch& batch, std::mt19937& random, std::set<std::string>& live) {
-  ExecutionEvent landed;
+// What became of a step, in both forms that the scheduler takes.
+struct Results {
+  ExecutionEvent events;
+  std::vector<int32_t> slots, token_counts, tokens, finished;
+};
+
+Results Run(const ForwardBatch& batch, std::mt19937& random, std::set<std::string>& live) {
+  Results results;
   for (std::size_t row = 0; row < batch.NumRows(); ++row) {
     const std::string& id = batch.request_ids[row];
     const bool whole = row >= batch.NumExtends() ||
                        batch.extend_prefix_lens[row] + batch.input_lengths[row] == batch.prefill_lengths[row];
     ExtendResultEvent result{.request_id = id, .tokens = {}, .spec_candidate_ids = {}};
     if (whole) result.tokens.push_back(static_cast<int32_t>(random() % 2));
-    landed.AddEvent(result);
+    const int32_t slot = batch.request_pool_indices[row];
+    results.slots.push_back(slot);
+    results.token_counts.push_back(static_cast<int32_t>(result.tokens.size()));
+    results.tokens.insert(results.tokens.end(), result.tokens.begin(), result.tokens.end());
+    results.events.AddEvent(result);
     if (whole && random() % 8 == 0) {
-      landed.AddEvent(FinishEvent{id});
+      results.events.AddEvent(FinishEvent{id});
+      results.finished.push_back(slot);
       live.erase(id);
     }
   }
-  scheduler.Advance(landed);
+  return results;
+}
+
+void Land(Scheduler& scheduler, const Results& results, bool as_rows) {
+  if (!as_rows) return scheduler.Advance(results.events);
+  scheduler.AdvanceRows(
+      RowResults{.slots = results.slots, .token_counts = results.token_counts, .tokens = results.tokens});
+  scheduler.FinishRows(results.finished);
+}
+
+void RunACrowdedClosedLoop(bool mixed, bool as_rows) {
+  SchedulerConfig config = Config(16);
+  config.enable_mixed_prefill_decode = mixed;
+  Scheduler scheduler(config);
+  std::mt19937 random(7);
+  std::set<std::string> live;
+  int submitted = 0;
+  for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
+    if (submitted < 100 && live.size() < 7) {
+      const std::string id = std::to_string(submitted++);
+      std::vector<int32_t> tokens(1 + random() % 20);
+      for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
+      scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});
+      live.insert(id);
+    }
+    const ExecutionPlan plan = scheduler.NextExecutionPlan();
+    Land(scheduler, Run(*plan.forward, random, live), as_rows);
+    scheduler.DrainResidencyEvents();
+    // Generation has no end of its own here; nobody may outgrow the pool for ever.
+    for (auto id = live.begin(); id != live.end();) {
+      if (scheduler.RequestTokenSize(*id) > 26) {
+        scheduler.Advance(ExecutionEvent{{AbortEvent{*id}}});
+        id = live.erase(id);
+      } else {
+        ++id;
+      }
+    }
+  }
+  EXPECT_TRUE(live.empty());
+  scheduler.NextExecutionPlan();
+  EXPECT_EQ(scheduler.ActiveLcmBlocks(), 0);
+  EXPECT_EQ(scheduler.AvailableLcmBlocks(), 16);
+  EXPECT_TRUE(scheduler.ClearCache());
+  EXPECT_EQ(scheduler.EmptyLcmBlocks(), 16);
 }
 
 TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
   for (const bool mixed : {false, true}) {
-    SchedulerConfig config = Config(16);
-    config.enable_mixed_prefill_decode = mixed;
-    Scheduler scheduler(config);
-    std::mt19937 random(7);
-    std::set<std::string> live;
-    int submitted = 0;
-    for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
-      if (submitted < 100 && live.size() < 7) {
-        const std::string id = "r" + std::to_string(submitted++);
-        std::vector<int32_t> tokens(1 + random() % 20);
-        for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
-        scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});
-        live.insert(id);
-      }
-      const ExecutionPlan plan = scheduler.NextExecutionPlan();
-      Land(scheduler, *plan.forward, random, live);
-      scheduler.DrainResidencyEvents();
-      // Generation has no end of its own here; nobody may outgrow the pool for ever.
-      for (auto id = live.begin(); id != live.end();) {
-        if (scheduler.RequestTokenSize(*id) > 26) {
-          scheduler.Advance(ExecutionEvent{{AbortEvent{*id}}});
-          id = live.erase(id);
-        } else {
-          ++id;
-        }
-      }
-    }
-    EXPECT_TRUE(live.empty());
-    scheduler.NextExecutionPlan();
-    EXPECT_EQ(scheduler.ActiveLcmBlocks(), 0);
-    EXPECT_EQ(scheduler.AvailableLcmBlocks(), 16);
-    EXPECT_TRUE(scheduler.ClearCache());
-    EXPECT_EQ(scheduler.EmptyLcmBlocks(), 16);
+    for (const bool as_rows : {false, true}) RunACrowdedClosedLoop(mixed, as_rows);
   }
 }
 
@@ -98,6 +120,44 @@ TEST(ABatchOutlivesItsScheduler) {
   }
   EXPECT_EQ(batch->request_ids, (std::vector<std::string>{"a"}));
   EXPECT_EQ(batch->block_tables.at("full").ids, (std::vector<int32_t>{1, 2}));
+}
+
+std::vector<std::string> Hashes(const std::string& salt, const std::string& version) {
+  SchedulerConfig config = Config(16);
+  config.weight_version = version;
+  const std::vector<int32_t> tokens = {1, 2, 3, 4, 5};
+  return Scheduler(config).PrefixHashesForTokens(tokens, salt);
+}
+
+TEST(WhatPythonCannotPassAsASaltSeparatesPrefixesAllTheSame) {
+  const std::string raw("\xff\0\xfe", 3);
+  EXPECT_TRUE(Hashes(raw, "") == Hashes(raw, ""));
+  EXPECT_FALSE(Hashes(raw, "") == Hashes(raw.substr(0, 1), ""));
+  EXPECT_FALSE(Hashes(raw, "") == Hashes("", raw));
+}
+
+// First rows of a prompt that comes back, submitted first under one salt and version and then under others.
+int32_t HitAfterSeed(const std::string& salt, const std::string& version) {
+  Scheduler scheduler(Config(16));
+  scheduler.SetWeightVersion("w1");
+  const std::vector<int32_t> prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  RequestSpec seed{.request_id = "seed", .tokens = prompt, .max_new_tokens = 0, .cache_salt = "s1"};
+  scheduler.SubmitRequests({seed});
+  scheduler.NextExecutionPlan();
+  scheduler.Advance(ExecutionEvent{{ExtendResultEvent{"seed", {7}, {}}, FinishEvent{"seed"}}});
+  scheduler.SetWeightVersion(version);
+  scheduler.SubmitRequests({RequestSpec{.request_id = "again", .tokens = prompt, .cache_salt = salt}});
+  return scheduler.NextExecutionPlan().forward->extend_prefix_lens.at(0);
+}
+
+TEST(NoBlockIsSharedAcrossSaltsOrWeightVersions) {
+  EXPECT_EQ(HitAfterSeed("s1", "w1"), 8);
+  EXPECT_EQ(HitAfterSeed("s2", "w1"), 0);
+  EXPECT_EQ(HitAfterSeed("", "w1"), 0);
+  EXPECT_EQ(HitAfterSeed("s1", "w2"), 0);
+  EXPECT_EQ(HitAfterSeed("s1", ""), 0);
+  EXPECT_EQ(HitAfterSeed("w1", "s1"), 0);
+  EXPECT_EQ(HitAfterSeed("", ""), 0);
 }
 
 TEST(ResidencyHashesAreTheDocumentedOnes) {

@@ -60,9 +60,13 @@ def make_config(
     return config
 
 
-def spec(request_id: str, tokens: Sequence[int], max_new: int = 0) -> RequestSpec:
+def spec(request_id: str, tokens: Sequence[int], max_new: int = 0, **fields: object) -> RequestSpec:
+    """Any further field of RequestSpec by name."""
     made = RequestSpec()
     made.request_id, made.tokens, made.max_new_tokens = request_id, list(tokens), max_new
+    for name, value in fields.items():
+        assert hasattr(made, name), name
+        setattr(made, name, value)
     return made
 
 
@@ -113,10 +117,10 @@ class Scenario:
         self._fresh += count
         return list(range(self._fresh - count, self._fresh))
 
-    def submit(self, request_id: str, prompt: int | Sequence[int], max_new: int = 0) -> None:
+    def submit(self, request_id: str, prompt: int | Sequence[int], max_new: int = 0, **fields: object) -> None:
         """`prompt`: tokens, or how many distinct ones."""
         tokens = self.fresh(prompt) if isinstance(prompt, int) else prompt
-        self.scheduler.submit_requests([spec(request_id, tokens, max_new)])
+        self.scheduler.submit_requests([spec(request_id, tokens, max_new, **fields)])
 
     def plan(self) -> Step:
         return Step(self.scheduler.next_execution_plan())

@@ -33,6 +33,7 @@ class Landing:
     request_id: str
     tokens: list[int]
     is_decode: bool
+    slot: int
 
 
 @dataclass
@@ -56,12 +57,12 @@ class SimulatedDevice:
                 for row in range(self.granularity(group)):
                     self.rows.pop((group, block, row), None)
         landings = []
-        for index, request_id in enumerate(step.ids):
+        for index, (request_id, slot) in enumerate(zip(step.ids, step.batch.request_pool_indices, strict=True)):
             tables = [step.row(request_id, group) for group in range(len(self.groups))]
             if index < step.batch.num_extends():
-                landings.append(Landing(request_id, self._prefill(step, index, tables), is_decode=False))
+                landings.append(Landing(request_id, self._prefill(step, index, tables), False, slot))
             else:
-                landings.append(Landing(request_id, self._decode(request_id, tables), is_decode=True))
+                landings.append(Landing(request_id, self._decode(request_id, tables), True, slot))
         return landings
 
     def _sample(self, request: DeviceRequest, count: int) -> list[int]:

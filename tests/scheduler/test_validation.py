@@ -51,6 +51,7 @@ WINDOW = {"retention": CacheRetention.SlidingWindow, "sliding_window_tokens": 4}
         ("num_device_pages", 1, "device cache"),
         ("num_device_pages", 2**31 - 1, "num_device_pages"),
         ("prefix_replay_tokens", -1, "prefix_replay_tokens"),
+        ("max_overtaken_rounds", -1, "max_overtaken_rounds must be >= 0, got -1"),
         ("enable_l3_storage", True, "enable_l3_storage"),
         ("cache_groups", [], "cache_groups"),
         ("num_host_pages", 2, "not supported yet"),

@@ -33,9 +33,10 @@ def run_mixed_load(work: Workload, requests: int) -> None:
     work.drain(rounds=5000)
 
 
+@pytest.mark.parametrize("overtaken", [0, 2, 64])
 @pytest.mark.parametrize(("mixed", "overlap", "no_cache"), SWITCHES)
 @pytest.mark.parametrize("which", range(len(GROUP_SETS)))
-def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, no_cache: bool) -> None:
+def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, no_cache: bool, overtaken: int) -> None:
     groups = GROUP_SETS[which]
     work = Workload(
         groups,
@@ -45,6 +46,7 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
         overlap_schedule_depth=overlap,
         disable_prefix_cache=no_cache,
         max_batch_size=4,
+        max_overtaken_rounds=overtaken,
     )
     run_mixed_load(work, requests=25)
     assert work.submitted == 25
@@ -62,6 +64,8 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
     replay=st.integers(0, 6),
     budget=st.integers(3, 40),
     batch=st.integers(1, 6),
+    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
+    overtaken=st.sampled_from([0, 1, 3, 64]),
 )
 def test_any_configuration_serves_everybody(
     which: int,
@@ -74,6 +78,8 @@ def test_any_configuration_serves_everybody(
     replay: int,
     budget: int,
     batch: int,
+    priorities: tuple[int, ...],
+    overtaken: int,
 ) -> None:
     work = Workload(
         GROUP_SETS[which],
@@ -86,7 +92,9 @@ def test_any_configuration_serves_everybody(
         disable_prefix_cache=no_cache,
         prefix_replay_tokens=replay,
         max_batch_size=batch,
+        max_overtaken_rounds=overtaken,
     )
+    work.priorities = priorities
     run_mixed_load(work, requests=12)
 
 

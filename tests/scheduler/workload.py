@@ -3,7 +3,9 @@
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, Scheduler
 
@@ -26,6 +28,28 @@ class Live:
     in_flight: int = 0
 
 
+@dataclass
+class RowArrays:
+    """A step's results as `advance_rows` and `finish_rows` take them."""
+
+    slots: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+
+    def add(self, slot: int, tokens: Sequence[int]) -> None:
+        self.slots.append(slot)
+        self.counts.append(len(tokens))
+        self.tokens += tokens
+
+    def land(self, scheduler: Scheduler) -> None:
+        slots, counts, tokens, finished = (
+            np.array(values, np.int32) for values in (self.slots, self.counts, self.tokens, self.finished)
+        )
+        scheduler.advance_rows(slots, counts, tokens)
+        scheduler.finish_rows(finished)
+
+
 class Workload:
     def __init__(self, groups: Sequence[Group], usable: int, seed: int, **fields: object) -> None:
         self.random = random.Random(seed)
@@ -34,9 +58,10 @@ class Workload:
         self.config = make_config(groups, usable, **({"P": P, "budget": 16} | fields))  # type: ignore[arg-type]
         self.width = self.config.decode_input_tokens
         self.depth = self.config.overlap_schedule_depth
-        # Both get every call; their plans must be equal.
+        # Both get every call, results as events the one and as arrays the other; their plans must be equal.
         self.schedulers = [Scheduler(self.config) for _ in range(2)]
         self.device = SimulatedDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
+        self.priorities: Sequence[int] = (0,)  # of new requests
         self.live: dict[str, Live] = {}
         self.pending: list[list[Landing]] = []  # results by step, oldest first
         self.submitted = 0
@@ -60,8 +85,9 @@ class Workload:
         tokens += [self.random.randint(0, 1) for _ in range(prompt - len(tokens))]
         request_id = f"r{self.submitted}"
         self.submitted += 1
+        priority = self.random.choice(self.priorities)
         for scheduler in self.schedulers:
-            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0)])
+            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0, priority=priority)])
         self.live[request_id] = Live(list(tokens), prompt, new, prompt + room + self.width)
         self.device.requests[request_id] = DeviceRequest(list(tokens))
         return True
@@ -107,21 +133,27 @@ class Workload:
 
     def land(self) -> None:
         """The oldest step's results; requests that have enough end."""
-        events: list[object] = []
+        results, rows = ExecutionEvent(), RowArrays()
+        reserves: list[object] = []
         for landing in self.pending.pop(0):
             request_id, tokens = landing.request_id, landing.tokens
-            events.append(extend_result(request_id, tokens))
+            results.add_event(extend_result(request_id, tokens))
             request = self.live.get(request_id)
             if request is None:
                 continue  # ended while its last step was out
+            rows.add(landing.slot, tokens)
             request.in_flight -= 1
             request.tokens += tokens
             if len(request.tokens) - request.prompt >= request.stop_after:
-                events.append(named(ForwardEvent.Finish, request_id))
+                results.add_event(named(ForwardEvent.Finish, request_id))
+                rows.finished.append(landing.slot)
                 del self.live[request_id]
             elif landing.is_decode:
-                events.append(reserve(request_id, len(tokens)))
-        self.advance(*events)
+                reserves.append(reserve(request_id, len(tokens)))
+        by_event, by_row = self.schedulers
+        by_event.advance(results)
+        rows.land(by_row)
+        self.advance(*reserves)
 
     def disturb(self) -> None:
         """Now and then somebody gives up, or is told to start again."""

@@ -111,6 +111,7 @@ class ScheduledRow:
     """One row of a dispatched step, as landing needs it."""
 
     sample: SampleState
+    slot: int
     produces_token: bool
 
 
@@ -162,10 +163,11 @@ class BatchBuilder:
         view["kv_lens"][num_prefills:num_rows] = [s.next_length for s in samples[num_prefills:]]
         completes = np.ones(num_rows, bool)
         completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
-        self._fill_sampling(view, np.asarray(batch.request_pool_indices_array()), samples, completes)
+        slots = np.asarray(batch.request_pool_indices_array())
+        self._fill_sampling(view, slots, samples, completes)
         for group, table in self._router.host_tables(batch.block_tables_arrays(), bucket.rows).items():
             view[f"table.{group}"][:] = table
-        rows = tuple(ScheduledRow(s, bool(c)) for s, c in zip(samples, completes, strict=True))
+        rows = tuple(map(ScheduledRow, samples, slots.tolist(), completes.tolist()))
         return BuiltBatch(layout, buffer, rows)
 
     @staticmethod

@@ -1,10 +1,13 @@
-"""Landing: a step's outputs become tokens, stop decisions and deltas, and events for the scheduler.
+"""Landing: a step's outputs become tokens, stop decisions and deltas, and results for the scheduler.
 
 A late stop costs one wasted row: the next step may already be in flight with the sample's row in it, and what that
-row drew is dropped here.
+row drew is dropped here. Its slot may be another sample's by then, so the scheduler must not hear of it either.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.batch import ScheduledRow
@@ -14,47 +17,56 @@ from tokenspeed_jax.engine.step import StepOutputs
 from tokenspeed_jax.engine.stop import StopUpdate
 
 
-def extend_result(scheduler_id: str, tokens: list[int]) -> scheduling.ForwardEvent.ExtendResult:
-    """The scheduler's event for one landed row."""
-    event = scheduling.ForwardEvent.ExtendResult()
-    event.request_id = scheduler_id
-    event.tokens = tokens
-    return event
+@dataclass
+class RowResults:
+    """What the scheduler has to know of a landed step.
 
+    Attributes:
+        slots: request-pool slots of the rows whose samples still ran.
+        token_counts: tokens of each of these rows, 1 or 0.
+        tokens: their tokens, one after the other.
+        finished: slots whose samples ended with this step.
+    """
 
-def finish(scheduler_id: str) -> scheduling.ForwardEvent.Finish:
-    """The scheduler's event for a sample that ended normally."""
-    event = scheduling.ForwardEvent.Finish()
-    event.request_id = scheduler_id
-    return event
+    slots: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+
+    def apply(self, scheduler: scheduling.Scheduler) -> None:
+        """Advances the scheduler by these results."""
+        slots, counts = np.array(self.slots, np.int32), np.array(self.token_counts, np.int32)
+        scheduler.advance_rows(slots, counts, np.array(self.tokens, np.int32))
+        scheduler.finish_rows(np.array(self.finished, np.int32))
 
 
 def land(
     rows: Sequence[ScheduledRow], outputs: StepOutputs
-) -> tuple[scheduling.ExecutionEvent, list[tuple[SampleState, RequestDelta]]]:
+) -> tuple[RowResults, list[tuple[SampleState, RequestDelta]]]:
     """What one landed step means.
 
     Returns:
-        The events to advance the scheduler by, and the deltas to deliver after that.
+        The results to apply to the scheduler, and the deltas to deliver after that.
     """
-    events = scheduling.ExecutionEvent()
+    results = RowResults()
     deltas = []
     for index, row in enumerate(rows):
         sample = row.sample
         if sample.finished:
             continue
+        results.slots.append(row.slot)
+        results.token_counts.append(int(row.produces_token))
         if not row.produces_token:
-            events.add_event(extend_result(sample.scheduler_id, []))
             continue
         token = int(outputs.tokens[index])
         sample.token_ids.append(token)
+        results.tokens.append(token)
         update = sample.stop.push(token)
-        events.add_event(extend_result(sample.scheduler_id, [token]))
         if update.finish_reason is not None:
             sample.finished = True
-            events.add_event(finish(sample.scheduler_id))
+            results.finished.append(row.slot)
         deltas.append((sample, _delta(sample, token, update, outputs, index)))
-    return events, deltas
+    return results, deltas
 
 
 def _delta(sample: SampleState, token: int, update: StopUpdate, outputs: StepOutputs, index: int) -> RequestDelta:

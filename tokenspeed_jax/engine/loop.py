@@ -206,8 +206,8 @@ class StepLoop:
 
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
-        events, deltas = land(step.built.rows, outputs)
-        self._scheduler.advance(events)
+        results, deltas = land(step.built.rows, outputs)
+        results.apply(self._scheduler)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)
         for sample, delta in deltas:
             self._deliver(sample, delta)

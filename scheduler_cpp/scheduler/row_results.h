@@ -1,0 +1,38 @@
+// Row results: what became of a step's rows, as parallel arrays instead of one event a row. A row is named by the
+// request-pool slot that its plan gave it, which is enough while its request lives; rows of requests that have ended
+// since are left out by the caller, for their slots may be somebody else's by now.
+//
+// Thread safety: values and pure functions.
+
+#ifndef TOKENSPEED_SCHEDULER_ROW_RESULTS_H_
+#define TOKENSPEED_SCHEDULER_ROW_RESULTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "scheduler/request_book.h"
+
+namespace tokenspeed {
+
+// tokens[i] of row r follow those of row r - 1; the counts sum up to the number of tokens.
+struct RowResults {
+  std::span<const int32_t> slots;
+  std::span<const int32_t> token_counts;
+  std::span<const int32_t> tokens;
+};
+
+// The requests that the rows belong to, in order. Throws, naming the first bad row, std::invalid_argument for arrays
+// that do not fit each other, a slot that occurs twice and more tokens than a row can have produced;
+// std::runtime_error for a slot without a request, without a result out, or with an unfinished prompt and a token.
+std::vector<Request*> JudgeRows(const RequestBook& book, const RowResults& rows);
+
+// The requests that are to finish, in order. Throws, naming the first bad slot, std::invalid_argument for a slot that
+// occurs twice; std::runtime_error for a slot without a request or with an unfinished prompt.
+std::vector<Request*> JudgeFinishes(const RequestBook& book, std::span<const int32_t> slots);
+
+}  // namespace tokenspeed
+
+#endif  // TOKENSPEED_SCHEDULER_ROW_RESULTS_H_
