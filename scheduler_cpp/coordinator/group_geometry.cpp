@@ -33,6 +33,12 @@ int32_t GroupGeometry::LookbackBlocks() const {
   return static_cast<int32_t>(CeilDivide(RetainedTokens() - 1, block_granularity_));
 }
 
+SparseSuffix GroupGeometry::SnapshotSuffix(int32_t first_snapshot_tokens, int32_t extent_tokens) const {
+  TOKENSPEED_CHECK(first_snapshot_tokens > 0 && first_snapshot_tokens <= extent_tokens,
+                   "a snapshot lies outside its extent");
+  return {.extent_tokens = extent_tokens, .first_block = (first_snapshot_tokens - 1) / block_granularity_};
+}
+
 int32_t GroupGeometry::BlocksNeeded(const BlockTable& table, const TokenDemand& demand) const {
   const int64_t reserve = demand.reserve_tokens;
   TOKENSPEED_CHECK(reserve >= 0, "a reserve is negative");

@@ -47,6 +47,10 @@ class GroupGeometry {
   int32_t block_granularity() const { return block_granularity_; }
   int32_t BlocksPerPrefixPage() const { return prefix_granularity_ / block_granularity_; }
 
+  // The extent that materialises the block ending at or containing token `first_snapshot_tokens` (> 0) and everything
+  // behind it up to `extent_tokens`: what a state group needs of a chunk, whose other blocks stay holes.
+  SparseSuffix SnapshotSuffix(int32_t first_snapshot_tokens, int32_t extent_tokens) const;
+
   // Blocks that must be acquired to grow `table` by `demand`. A prefix hit claimed before the growth does not change the
   // number, because hit pages are full.
   int32_t BlocksNeeded(const BlockTable& table, const TokenDemand& demand) const;

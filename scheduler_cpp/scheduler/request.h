@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "scheduler/cache_progress.h"
 #include "scheduler/request_slot_pool.h"
 #include "scheduler/request_spec.h"
 #include "scheduler/reserve.h"
@@ -25,13 +26,6 @@ namespace tokenspeed {
 
 enum class RequestState : uint8_t { kSubmitted, kPrefilling, kPrefillDone, kDecoding, kRetracted, kFinished };
 inline constexpr int kNumRequestStates = 6;
-
-// What the cache knows of a resident request.
-struct CacheProgress {
-  int32_t num_hashed_pages = 0;  // prefix pages claimed from the cache or published to it
-  uint64_t access_epoch = 0;
-  int32_t promotion_boundary_tokens = 0;  // 0 = none pending
-};
 
 // Everything a resident request holds. Dies with its slot and its blocks given back.
 class RequestResources {

@@ -147,9 +147,6 @@ void SchedulerConfig::RefuseUnsupported() const {
            ": a host cache is not supported yet; set num_host_pages to 0 or disable_l2_cache");
   }
   for (const CacheGroupConfig& group : cache_groups) {
-    if (group.IsState()) {
-      Refuse("cache group '" + group.group_id + "': family State is not supported yet");
-    }
     if (group.replayable) {
       Refuse("cache group '" + group.group_id + "': replayable is not supported yet");
     }

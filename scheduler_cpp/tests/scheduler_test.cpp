@@ -11,7 +11,7 @@
 namespace tokenspeed {
 namespace {
 
-SchedulerConfig Config(int32_t usable) {
+SchedulerConfig Config(int32_t usable, bool with_state = false) {
   SchedulerConfig config;
   config.prefix_granularity = 4;
   config.max_scheduled_tokens = 16;
@@ -23,7 +23,11 @@ SchedulerConfig Config(int32_t usable) {
   CacheGroupConfig window{.group_id = "window", .block_granularity = 2, .total_pages = usable + 1};
   window.retention = CacheRetention::kSlidingWindow;
   window.sliding_window_tokens = 5;
+  CacheGroupConfig state{.group_id = "state", .block_granularity = 2, .total_pages = usable * 2 + 1};
+  state.family = CacheGroupFamily::kState;
+  state.cache_blocks_per_lcm_block = 2;
   config.cache_groups = {full, window};
+  if (with_state) config.cache_groups.push_back(state);
   return config;
 }
 
@@ -45,16 +49,16 @@ void Land(Scheduler& scheduler, const ForwardBatch& batch, std::mt19937& random,
 }
 
 TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
-  for (const bool mixed : {false, true}) {
-    SchedulerConfig config = Config(16);
-    config.enable_mixed_prefill_decode = mixed;
+  for (const int variant : {0, 1, 2, 3}) {
+    SchedulerConfig config = Config(16, /*with_state=*/variant >= 2);
+    config.enable_mixed_prefill_decode = variant % 2 == 1;
     Scheduler scheduler(config);
     std::mt19937 random(7);
     std::set<std::string> live;
     int submitted = 0;
     for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
       if (submitted < 100 && live.size() < 7) {
-        const std::string id = "r" + std::to_string(submitted++);
+        const std::string id = std::string("r").append(std::to_string(submitted++));
         std::vector<int32_t> tokens(1 + random() % 20);
         for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
         scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});

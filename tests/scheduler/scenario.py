@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tokenspeed_jax.scheduler import (
     CacheGroupConfig,
+    CacheGroupFamily,
     CacheRetention,
     ExecutionEvent,
     ExecutionPlan,
@@ -24,9 +25,11 @@ class Group:
     granularity: int | None = None
     packing: int = 1
     shards: int = 1
+    state: bool = False  # blocks are snapshots of everything before them
 
 
 FULL = Group()
+STATE = Group(state=True)
 
 
 def swa(window: int, granularity: int | None = None, packing: int = 1) -> Group:
@@ -49,6 +52,7 @@ def make_config(
             1 + usable * group.packing,
             retention=CacheRetention.FullHistory if group.window is None else CacheRetention.SlidingWindow,
             sliding_window_tokens=group.window,
+            family=CacheGroupFamily.State if group.state else CacheGroupFamily.History,
             cache_blocks_per_lcm_block=group.packing,
             shard_count=group.shards,
         )

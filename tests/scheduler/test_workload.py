@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .scenario import FULL, Group, swa
-from .workload import Workload
+from .scenario import FULL, STATE, Group, swa
+from .workload import P, Workload
 
 GROUP_SETS: list[tuple[Group, ...]] = [
     (FULL,),
@@ -17,6 +17,11 @@ GROUP_SETS: list[tuple[Group, ...]] = [
     (swa(6),),
     (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
     (Group(packing=4, shards=2), swa(3, granularity=1, packing=2)),
+    (FULL, STATE),
+    (STATE,),
+    (Group(packing=3), Group(granularity=2, packing=2, state=True), Group(granularity=1, packing=4, state=True)),
+    (swa(3), STATE),
+    (Group(granularity=2, packing=2), swa(5, granularity=4), Group(packing=2, shards=2, state=True)),
 ]
 SWITCHES = list(itertools.product((False, True), (0, 1), (False, True)))
 
@@ -75,11 +80,13 @@ def test_any_configuration_serves_everybody(
     budget: int,
     batch: int,
 ) -> None:
+    groups = GROUP_SETS[which]
     work = Workload(
-        GROUP_SETS[which],
+        groups,
         usable,
         seed,
-        budget=budget,
+        # Snapshots need chunks of a whole prefix page.
+        budget=max(budget, P) if any(group.state for group in groups) else budget,
         enable_mixed_prefill_decode=mixed,
         overlap_schedule_depth=overlap,
         decode_input_tokens=width,
@@ -121,9 +128,10 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
         work.drain(rounds=0)
 
 
-def test_workloads_meet_hits_and_retractions() -> None:
+@pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (STATE,)])
+def test_workloads_meet_hits_and_retractions(groups: tuple[Group, ...]) -> None:
     """Guards the tests above: a workload that never shares and never runs short would prove little."""
-    work = Workload((FULL, swa(4)), usable=18, seed=3, max_batch_size=4)
+    work = Workload(groups, usable=18 if FULL in groups else 10, seed=3, max_batch_size=4)
     run_mixed_load(work, requests=40)
     assert work.hits > 0
     assert work.scheduler.num_retractions() > 0

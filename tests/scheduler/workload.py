@@ -24,6 +24,7 @@ class Live:
     tables: list[list[int]] | None = None  # None while it holds no cache
     slot: int | None = None
     in_flight: int = 0
+    reserved: bool = False  # its prompt is complete and its first decode step is still to come
 
 
 class Workload:
@@ -161,6 +162,8 @@ class Workload:
         assert all(ends[row] <= step.batch.prefill_lengths[row] for row in range(extends))
         truncated = [row for row in range(extends) if ends[row] < step.batch.prefill_lengths[row]]
         assert truncated in ([], [extends - 1])
+        if any(group.state for group in self.groups):
+            assert all(ends[row] % P == 0 for row in truncated), "a chunk ends where no snapshot can be shared"
         assert all(length == self.width for length in step.inputs[extends:])
 
     def check_tables(self, step: Step) -> None:
@@ -182,9 +185,14 @@ class Workload:
                 assert len(table) >= held
                 # With a width above 1 and a step ahead, every pause of a request leaves a width of slack behind.
                 if self.width == 1 or self.depth == 0:
-                    assert len(table) <= -(-request.most // self.device.granularity(group))
+                    # A snapshot has a whole block to move on to.
+                    growth = self.device.granularity(group) if self.groups[group].state else 0
+                    assert len(table) <= -(-(request.most + growth) // self.device.granularity(group))
+                assert not (request.reserved and row >= step.batch.num_extends()) or len(table) == held
                 fresh.setdefault(f"g{group}", []).extend(block for block in table[held:] if block > 0)
             request.tables = tables
+            end = step.prefixes[row] + step.inputs[row] if row < step.batch.num_extends() else 0
+            request.reserved = end == step.batch.prefill_lengths[row]
         assert {name: sorted(blocks) for name, blocks in fresh.items() if blocks} == {
             name: sorted(blocks) for name, blocks in step.zeroed.items() if blocks
         }
