@@ -15,12 +15,14 @@ GroupGeometry::GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granular
     : kind_(spec.kind),
       block_granularity_(spec.block_granularity),
       window_tokens_(spec.sliding_window_tokens),
+      replayable_(spec.replayable),
       prefix_granularity_(prefix_granularity) {
   TOKENSPEED_CHECK(prefix_granularity_ > 0, "the prefix granularity must be positive");
   TOKENSPEED_CHECK(block_granularity_ > 0 && prefix_granularity_ % block_granularity_ == 0,
                    "a block granularity must divide the prefix granularity");
   TOKENSPEED_CHECK(kind_ != CacheGroupKind::kSlidingWindow || window_tokens_ > 0,
                    "a sliding window needs a positive length");
+  TOKENSPEED_CHECK(!replayable_ || kind_ == CacheGroupKind::kSlidingWindow, "only a sliding window is replayable");
 }
 
 int64_t GroupGeometry::RetainedTokens() const {

@@ -41,6 +41,8 @@ class GroupGeometry {
   GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granularity);
 
   bool IsPrefixClosed() const { return kind_ == CacheGroupKind::kFullAttention; }
+  // Tokens to feed again below a hit; 0 for a group that is matched instead.
+  int32_t ReplayWindow() const { return replayable_ ? window_tokens_ : 0; }
   // Blocks below a boundary that are needed to resume there: 0 for closed groups, else ceil((window - 1) / g).
   int32_t LookbackBlocks() const;
   MatchRule Matching() const { return {IsPrefixClosed(), LookbackBlocks()}; }
@@ -67,6 +69,7 @@ class GroupGeometry {
   CacheGroupKind kind_;
   int32_t block_granularity_;
   int32_t window_tokens_;
+  bool replayable_;
   int32_t prefix_granularity_;
 };
 

@@ -58,6 +58,7 @@ class RequestResources {
 struct PrefillWindow {
   int32_t begin = 0;
   int32_t size = 0;
+  int32_t replay = 0;  // tokens before `begin` that are fed again
 
   int32_t end() const { return begin + size; }
 };

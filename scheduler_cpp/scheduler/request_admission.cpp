@@ -139,8 +139,10 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   progress.promotion_boundary_tokens = promotion;
   RecordSnapshot(progress, hit + chunk);
   resources->covered_tokens = int64_t{hit} + chunk;
+  const PrefillWindow window{
+      .begin = hit, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(hit))};
   book_.Move(request, [&](Request& moved) {
-    moved.StartPrefill(std::move(resources), PrefillWindow{.begin = hit, .size = chunk},
+    moved.StartPrefill(std::move(resources), window,
                        reserve.completes ? config_.decode_input_tokens : 0);
   });
   return AdmissionOutcome::kScheduled;

@@ -38,7 +38,8 @@ std::vector<CacheGroupSpec> GroupSpecs(const SchedulerConfig& config) {
         .block_granularity = group.block_granularity,
         .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
         .shard_count = group.shard_count,
-        .sliding_window_tokens = group.IsSliding() ? *group.sliding_window_tokens : 0});
+        .sliding_window_tokens = group.IsSliding() ? *group.sliding_window_tokens : 0,
+        .replayable = group.replayable});
   }
   return specs;
 }

@@ -146,11 +146,6 @@ void SchedulerConfig::RefuseUnsupported() const {
     Refuse("num_host_pages " + std::to_string(num_host_pages) +
            ": a host cache is not supported yet; set num_host_pages to 0 or disable_l2_cache");
   }
-  for (const CacheGroupConfig& group : cache_groups) {
-    if (group.replayable) {
-      Refuse("cache group '" + group.group_id + "': replayable is not supported yet");
-    }
-  }
 }
 
 }  // namespace tokenspeed

@@ -26,6 +26,7 @@ class Group:
     packing: int = 1
     shards: int = 1
     state: bool = False  # blocks are snapshots of everything before them
+    replayable: bool = False  # rows come back by feeding a window again
 
 
 FULL = Group()
@@ -34,6 +35,10 @@ STATE = Group(state=True)
 
 def swa(window: int, granularity: int | None = None, packing: int = 1) -> Group:
     return Group(window, granularity, packing)
+
+
+def replayable(window: int, granularity: int | None = None, packing: int = 1) -> Group:
+    return Group(window, granularity, packing, replayable=True)
 
 
 def make_config(
@@ -55,6 +60,7 @@ def make_config(
             family=CacheGroupFamily.State if group.state else CacheGroupFamily.History,
             cache_blocks_per_lcm_block=group.packing,
             shard_count=group.shards,
+            replayable=group.replayable,
         )
         for index, group in enumerate(groups)
     ]
@@ -98,6 +104,7 @@ class Step:
         self.ids = batch.request_ids
         self.inputs = batch.input_lengths
         self.prefixes = batch.extend_prefix_lens
+        self.replays = batch.extend_replay_lens
         self.tables = batch.block_tables
         self.zeroed = plan.pages_to_zero
 

@@ -77,7 +77,7 @@ class SimulatedDevice:
         start, length = step.prefixes[index], step.inputs[index]
         offset = sum(step.inputs[:index])
         assert step.batch.input_ids[offset : offset + length] == request.tokens[start : start + length]
-        self._compute(request, tables, start, length)
+        self._compute(request, tables, start, length, step.replays[index])
         self._scan_prefill(request, tables, start, length)
         request.computed = start + length
         if start + length < step.batch.prefill_lengths[index]:
@@ -128,18 +128,22 @@ class SimulatedDevice:
                 writes = {(start + draft) // g: 0 for draft in range(self.width)}
                 self._scan(request, group, table, start, writes | {(start + accepted - 1) // g: start + accepted})
 
-    def _compute(self, request: DeviceRequest, tables: list[list[int]], start: int, length: int) -> None:
+    def _compute(
+        self, request: DeviceRequest, tables: list[list[int]], start: int, length: int, replay: int = 0
+    ) -> None:
+        """The first `replay` tokens are fed again: they only bring back the rows of replayable groups."""
         identities = prefix_identities(request.tokens[: start + length])
         for group, table in enumerate(tables):
             if self.groups[group].state:
                 continue
             g = self.granularity(group)
             window = self.groups[group].window
-            for position in range(start, start + length):
+            begin = start + replay
+            for position in range(start if self.groups[group].replayable else begin, start + length):
                 block = table[position // g]
                 assert block > 0, f"position {position} of group {group} has nowhere to be written"
                 self.rows[group, block, position % g] = identities[position]
-            first = 0 if window is None else max(0, start - window + 1)
+            first = 0 if window is None else max(0, begin - window + 1)
             for position in range(first, start + length):
                 block = table[position // g]
                 assert block > 0, f"position {position} of group {group} is still visible and must be there"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .scenario import FULL, STATE, Group, swa
+from .scenario import FULL, STATE, Group, replayable, swa
 from .workload import P, Workload
 
 GROUP_SETS: list[tuple[Group, ...]] = [
@@ -22,8 +22,17 @@ GROUP_SETS: list[tuple[Group, ...]] = [
     (Group(packing=3), Group(granularity=2, packing=2, state=True), Group(granularity=1, packing=4, state=True)),
     (swa(3), STATE),
     (Group(granularity=2, packing=2), swa(5, granularity=4), Group(packing=2, shards=2, state=True)),
+    (FULL, replayable(6)),
+    (Group(packing=2), replayable(3, granularity=2), replayable(2, granularity=1, packing=4)),
+    (FULL, swa(6), replayable(5, granularity=2, packing=2)),
 ]
 SWITCHES = list(itertools.product((False, True), (0, 1), (False, True)))
+
+
+def least_budget(groups: tuple[Group, ...]) -> int:
+    """What the scheduler asks for, so that every chunk moves."""
+    window = max((group.window or 0 for group in groups if group.replayable), default=0)
+    return max(P if any(group.state for group in groups) else 1, window + max(window, P) if window else 1)
 
 
 def run_mixed_load(work: Workload, requests: int) -> None:
@@ -85,8 +94,7 @@ def test_any_configuration_serves_everybody(
         groups,
         usable,
         seed,
-        # Snapshots need chunks of a whole prefix page.
-        budget=max(budget, P) if any(group.state for group in groups) else budget,
+        budget=max(budget, least_budget(groups)),
         enable_mixed_prefill_decode=mixed,
         overlap_schedule_depth=overlap,
         decode_input_tokens=width,
@@ -106,7 +114,7 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
             GROUP_SETS[which],
             usable,
             seed=usable,
-            budget=budget,
+            budget=max(budget, least_budget(GROUP_SETS[which])),
             decode_input_tokens=width,
             enable_mixed_prefill_decode=mixed,
             overlap_schedule_depth=overlap,
@@ -128,7 +136,7 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
         work.drain(rounds=0)
 
 
-@pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (STATE,)])
+@pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (STATE,), (FULL, replayable(6))])
 def test_workloads_meet_hits_and_retractions(groups: tuple[Group, ...]) -> None:
     """Guards the tests above: a workload that never shares and never runs short would prove little."""
     work = Workload(groups, usable=18 if FULL in groups else 10, seed=3, max_batch_size=4)
