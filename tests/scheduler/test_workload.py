@@ -136,7 +136,7 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
         work.drain(rounds=0)
 
 
-@pytest.mark.parametrize(("width", "overlap"), itertools.product((2, 3, 4), (0, 1)))
+@pytest.mark.parametrize(("width", "overlap"), list(itertools.product((2, 3, 4), (0, 1))))
 @pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, Group(granularity=2, state=True), STATE)])
 def test_wide_decodes_never_pass_a_boundary_off_as_a_snapshot(
     groups: tuple[Group, ...], width: int, overlap: int
@@ -146,7 +146,7 @@ def test_wide_decodes_never_pass_a_boundary_off_as_a_snapshot(
         groups, usable=48, seed=width, decode_input_tokens=width, overlap_schedule_depth=overlap, max_batch_size=4
     )
     run_mixed_load(work, requests=600)
-    assert work.hits > 1000
+    assert work.hits > 300
 
 
 @pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (STATE,), (FULL, replayable(6))])
