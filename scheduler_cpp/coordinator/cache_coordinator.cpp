@@ -39,7 +39,9 @@ CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_b
       sink_(std::move(sink)),
       pool_(num_lcm_blocks, Packings(specs)),
       groups_(MakeGroups(pool_, specs, prefix_granularity)),
-      planner_(groups_, pool_) {}
+      planner_(groups_, pool_) {
+  for (const CacheGroup& group : groups_) replay_window_ = std::max(replay_window_, group.geometry().ReplayWindow());
+}
 
 const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
   TOKENSPEED_CHECK(group_id >= 0 && group_id < NumGroups(), "unknown group " + std::to_string(group_id));
@@ -65,6 +67,11 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
   TOKENSPEED_CHECK(demands.size() == groups_.size(), "one demand per group is needed");
   TOKENSPEED_CHECK(!access_epoch || (*access_epoch > 0 && *access_epoch <= last_epoch_),
                    "an access epoch was never issued");
+  std::vector<TokenDemand> behind_hit;
+  if (replay_window_ > 0 && probe.device_prefix_tokens() > 0) {
+    behind_hit = DemandsBehind(probe.device_prefix_tokens(), demands);
+    demands = behind_hit;
+  }
   std::vector<int32_t> needed;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     TOKENSPEED_CHECK(probe.device_prefix_tokens() == 0 || tables[g].blocks.empty(),
@@ -105,9 +112,23 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
   return result;
 }
 
+std::vector<TokenDemand> CacheCoordinator::DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const {
+  std::vector<TokenDemand> behind(demands.begin(), demands.end());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const auto* dense = std::get_if<DenseGrowth>(&behind[g].extent);
+    if (groups_[g].SharesPrefixes() || dense == nullptr) continue;
+    // Every replayable group sees every token fed again, however short its own window.
+    behind[g].extent = SparseSuffix{
+        .extent_tokens = hit + dense->num_tokens,
+        .first_block = (hit - std::min(replay_window_, hit)) / groups_[g].geometry().block_granularity()};
+  }
+  return behind;
+}
+
 void CacheCoordinator::ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch) {
   if (probe.device_prefix_tokens() == 0) return;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
+    if (!groups_[g].SharesPrefixes()) continue;
     groups_[g].allocator().ClaimHitBlocks(
         tables[g], groups_[g].index().AcquireMatched(pool_, probe.keys[g], probe.device.masks[g], epoch));
   }
@@ -250,6 +271,7 @@ BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& ha
   std::size_t cached = 0;
   std::size_t total = 0;
   for (const CacheGroup& group : groups_) {
+    if (!group.SharesPrefixes()) continue;
     const std::vector<CacheKey> keys = group.ExpandKeys({&hash, 1});
     total += keys.size();
     cached += static_cast<std::size_t>(std::count_if(

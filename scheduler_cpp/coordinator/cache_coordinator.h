@@ -82,7 +82,8 @@ class CacheCoordinator {
 
   // Grows the tables by the demands, publishing `progress` and reclaiming what has expired on the way; evicts as little
   // as possible. Nothing is returned, and nothing is changed, when it cannot fit. With a hit in the probe the tables
-  // must be empty. `access_epoch` is an epoch issued by this request's first admission, absent for that admission.
+  // must be empty, and a replayable group that grows densely starts its replay window below the hit, with holes before.
+  // `access_epoch` is an epoch issued by this request's first admission, absent for that admission.
   std::optional<AdmissionResult> Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
                                        std::span<const TokenDemand> demands, const RequestProgress& progress,
                                        std::optional<uint64_t> access_epoch = std::nullopt);
@@ -125,6 +126,8 @@ class CacheCoordinator {
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:
+  // The demands as they are behind a hit of `hit` tokens, from which replayable groups feed their window again.
+  std::vector<TokenDemand> DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const;
   void ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch);
   void PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t epoch);
   void Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch);
@@ -138,6 +141,7 @@ class CacheCoordinator {
   BlockPool pool_;  // before the groups: their indexes own references into it
   std::vector<CacheGroup> groups_;
   AdmissionPlanner planner_;
+  int32_t replay_window_ = 0;  // the longest of all groups
   uint64_t last_epoch_ = 0;
 };
 

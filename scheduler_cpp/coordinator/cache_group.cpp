@@ -20,6 +20,7 @@ std::vector<CacheKey> CacheGroup::ExpandKeys(std::span<const PrefixHash> hashes)
 
 void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uint64_t epoch,
                          std::vector<CacheKey>& new_keys) {
+  if (!SharesPrefixes()) return;
   const std::span<const PrefixHash> hashes = completed.prefix_hashes;
   const int32_t per_page = geometry_.BlocksPerPrefixPage();
   const int32_t first = completed.first_new_prefix_page * per_page;
@@ -47,6 +48,7 @@ void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uin
 
 void CacheGroup::PublishRange(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot,
                               uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys) {
+  if (!SharesPrefixes()) return;
   const std::vector<CacheKey> keys = ExpandKeys(hashes);
   const std::span<CacheBlockRef> blocks =
       allocator_.BlocksToPublish(table, first_slot, static_cast<int32_t>(keys.size()));

@@ -37,6 +37,8 @@ class CacheGroup {
 
   int32_t group_id() const { return allocator_.group(); }
   const GroupGeometry& geometry() const { return geometry_; }
+  // Whether prefixes are matched in this group and published by it; others bring their rows back by replay.
+  bool SharesPrefixes() const { return geometry_.ReplayWindow() == 0; }
   const GroupAllocator& allocator() const { return allocator_; }
   const PrefixCacheIndex& index() const { return index_; }
   PrefixCacheIndex& index() { return index_; }

@@ -15,12 +15,14 @@ GroupGeometry::GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granular
     : kind_(spec.kind),
       block_granularity_(spec.block_granularity),
       window_tokens_(spec.sliding_window_tokens),
+      replayable_(spec.replayable),
       prefix_granularity_(prefix_granularity) {
   TOKENSPEED_CHECK(prefix_granularity_ > 0, "the prefix granularity must be positive");
   TOKENSPEED_CHECK(block_granularity_ > 0 && prefix_granularity_ % block_granularity_ == 0,
                    "a block granularity must divide the prefix granularity");
   TOKENSPEED_CHECK(kind_ != CacheGroupKind::kSlidingWindow || window_tokens_ > 0,
                    "a sliding window needs a positive length");
+  TOKENSPEED_CHECK(!replayable_ || kind_ == CacheGroupKind::kSlidingWindow, "only a sliding window is replayable");
 }
 
 int64_t GroupGeometry::RetainedTokens() const {
@@ -31,6 +33,12 @@ int64_t GroupGeometry::RetainedTokens() const {
 int32_t GroupGeometry::LookbackBlocks() const {
   if (IsPrefixClosed()) return 0;
   return static_cast<int32_t>(CeilDivide(RetainedTokens() - 1, block_granularity_));
+}
+
+SparseSuffix GroupGeometry::SnapshotSuffix(int32_t first_snapshot_tokens, int32_t extent_tokens) const {
+  TOKENSPEED_CHECK(first_snapshot_tokens > 0 && first_snapshot_tokens <= extent_tokens,
+                   "a snapshot lies outside its extent");
+  return {.extent_tokens = extent_tokens, .first_block = (first_snapshot_tokens - 1) / block_granularity_};
 }
 
 int32_t GroupGeometry::BlocksNeeded(const BlockTable& table, const TokenDemand& demand) const {

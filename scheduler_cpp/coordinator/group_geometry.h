@@ -41,11 +41,17 @@ class GroupGeometry {
   GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granularity);
 
   bool IsPrefixClosed() const { return kind_ == CacheGroupKind::kFullAttention; }
+  // Tokens to feed again below a hit; 0 for a group that is matched instead.
+  int32_t ReplayWindow() const { return replayable_ ? window_tokens_ : 0; }
   // Blocks below a boundary that are needed to resume there: 0 for closed groups, else ceil((window - 1) / g).
   int32_t LookbackBlocks() const;
   MatchRule Matching() const { return {IsPrefixClosed(), LookbackBlocks()}; }
   int32_t block_granularity() const { return block_granularity_; }
   int32_t BlocksPerPrefixPage() const { return prefix_granularity_ / block_granularity_; }
+
+  // The extent that materialises the block ending at or containing token `first_snapshot_tokens` (> 0) and everything
+  // behind it up to `extent_tokens`: what a state group needs of a chunk, whose other blocks stay holes.
+  SparseSuffix SnapshotSuffix(int32_t first_snapshot_tokens, int32_t extent_tokens) const;
 
   // Blocks that must be acquired to grow `table` by `demand`. A prefix hit claimed before the growth does not change the
   // number, because hit pages are full.
@@ -63,6 +69,7 @@ class GroupGeometry {
   CacheGroupKind kind_;
   int32_t block_granularity_;
   int32_t window_tokens_;
+  bool replayable_;
   int32_t prefix_granularity_;
 };
 

@@ -26,7 +26,9 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
                                int32_t prefix_granularity) {
   std::vector<GroupMatch> matches(groups.size());
   ConvergedPrefix converged;
-  int32_t bound = num_prefix_pages * prefix_granularity;
+  const bool any_shares =
+      std::any_of(groups.begin(), groups.end(), [](const CacheGroup& group) { return group.SharesPrefixes(); });
+  int32_t bound = any_shares ? num_prefix_pages * prefix_granularity : 0;
   const auto probe = [&](std::size_t g) {
     matches[g] = Match(groups[g], pool, keys[g], bound);
     const int32_t extent = matches[g].extent_tokens;
@@ -40,7 +42,7 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
     converged.prefix_closed_tokens = bound;
   }
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    if (!groups[g].geometry().IsPrefixClosed()) probe(g);
+    if (!groups[g].geometry().IsPrefixClosed() && groups[g].SharesPrefixes()) probe(g);
   }
   // A window's match under a lower bound is not the truncation of its match under a higher one, so it is derived anew.
   for (bool changed = true; changed;) {
@@ -54,7 +56,9 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
 
   converged.num_common_tokens = bound;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    matches[g].mask.resize(static_cast<std::size_t>(bound / groups[g].geometry().block_granularity()));
+    if (groups[g].SharesPrefixes()) {
+      matches[g].mask.resize(static_cast<std::size_t>(bound / groups[g].geometry().block_granularity()));
+    }
     converged.masks.push_back(std::move(matches[g].mask));
   }
   return converged;

@@ -3,7 +3,8 @@
 // Invariants:
 // - num_common_tokens is a multiple of the prefix granularity, supported by every group, and the largest such boundary;
 //   it does not depend on the order of the groups that are not closed.
-// - Each mask covers exactly num_common_tokens.
+// - Each mask covers exactly num_common_tokens, save that of a group that shares no prefixes: it is empty.
+// - A cache in which no group shares prefixes has nothing in common with any prompt.
 // - Read-only: no epoch and no flag of any index changes.
 //
 // Thread safety: pure reads.

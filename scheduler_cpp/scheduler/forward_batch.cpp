@@ -29,7 +29,7 @@ void ForwardBatch::AddPrefill(const PrefillRow& row) {
   prefill_.prefill_lengths.push_back(static_cast<int32_t>(row.prompt.size()));
   prefill_.tables.push_back(row.tables);
   extend_prefix_lens.push_back(row.start);
-  extend_replay_lens.push_back(0);  // no group needs tokens fed again
+  extend_replay_lens.push_back(row.replay);
   const auto fed = row.prompt.subspan(static_cast<std::size_t>(row.start), static_cast<std::size_t>(row.length));
   input_ids.insert(input_ids.end(), fed.begin(), fed.end());
   const auto after = row.prompt.subspan(static_cast<std::size_t>(row.start) + 1);

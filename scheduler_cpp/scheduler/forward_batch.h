@@ -36,6 +36,7 @@ class ForwardBatch {
     std::span<const int32_t> prompt;  // everything to prefill, of which [start, start + length) is fed
     int32_t start = 0;
     int32_t length = 0;
+    int32_t replay = 0;  // leading tokens of these that are fed again
     RowTables tables;
   };
 

@@ -29,6 +29,11 @@ int64_t ChunkKeepingFinalWindow(int64_t chunk, int64_t unscheduled, int64_t repl
   return std::max<int64_t>(0, unscheduled - replay_window);
 }
 
+int64_t FirstSnapshotTokens(int64_t before, int64_t after, int64_t prefix_granularity) {
+  const int64_t boundary = after - after % prefix_granularity;
+  return boundary > before ? boundary : after;
+}
+
 PrefillChunkRules PrefillChunkRules::For(const SchedulerConfig& config) {
   return PrefillChunkRules{.prefix_granularity = config.prefix_granularity,
                            .replay_window = config.ReplayWindow(),

@@ -18,6 +18,10 @@ int64_t AlignPrefillChunk(int64_t first, int64_t unscheduled, int64_t budget,
 // Shortens `chunk` so that what remains is either nothing or at least one whole replay window.
 int64_t ChunkKeepingFinalWindow(int64_t chunk, int64_t unscheduled, int64_t replay_window);
 
+// First token count at which a chunk from `before` to `after` tokens leaves a snapshot: the last boundary inside it, or
+// its end when it crosses none. The end always gets one as well, and nothing in between does.
+int64_t FirstSnapshotTokens(int64_t before, int64_t after, int64_t prefix_granularity);
+
 struct PrefillChunkRules {
   int64_t prefix_granularity = 1;
   int64_t replay_window = 0;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "scheduler/cache_progress.h"
 #include "scheduler/request_slot_pool.h"
 #include "scheduler/request_spec.h"
 #include "scheduler/reserve.h"
@@ -27,13 +28,6 @@ namespace tokenspeed {
 
 enum class RequestState : uint8_t { kSubmitted, kPrefilling, kPrefillDone, kDecoding, kRetracted, kFinished };
 inline constexpr int kNumRequestStates = 6;
-
-// What the cache knows of a resident request.
-struct CacheProgress {
-  int32_t num_hashed_pages = 0;  // prefix pages claimed from the cache or published to it
-  uint64_t access_epoch = 0;
-  int32_t promotion_boundary_tokens = 0;  // 0 = none pending
-};
 
 // Everything a resident request holds. Dies with its slot and its blocks given back.
 class RequestResources {
@@ -66,6 +60,7 @@ class RequestResources {
 struct PrefillWindow {
   int32_t begin = 0;
   int32_t size = 0;
+  int32_t replay = 0;  // tokens before `begin` that are fed again
 
   int32_t end() const { return begin + size; }
 };

@@ -46,14 +46,28 @@ PrefixProbe RequestAdmission::ProbeFor(Request& request) {
   return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, pages));
 }
 
-std::vector<TokenDemand> RequestAdmission::Demands(int64_t num_tokens, const PrefillReserve& reserve) const {
+std::vector<TokenDemand> RequestAdmission::Demands(int32_t before, int32_t num_tokens,
+                                                   const PrefillReserve& reserve) const {
+  const int32_t after = before + num_tokens;
+  const auto snapshot = static_cast<int32_t>(FirstSnapshotTokens(before, after, config_.prefix_granularity));
   std::vector<TokenDemand> demands;
   demands.reserve(config_.cache_groups.size());
-  for (const CacheGroupConfig& group : config_.cache_groups) {
-    demands.push_back(TokenDemand{.extent = DenseGrowth{static_cast<int32_t>(num_tokens)},
-                                  .reserve_tokens = static_cast<int32_t>(reserve.TokensFor(group))});
+  for (std::size_t index = 0; index < config_.cache_groups.size(); ++index) {
+    const CacheGroupConfig& group = config_.cache_groups[index];
+    TokenDemand demand{.extent = DenseGrowth{num_tokens},
+                       .reserve_tokens = static_cast<int32_t>(reserve.TokensFor(group))};
+    if (group.IsState()) {
+      demand.extent =
+          coordinator_.group(static_cast<int32_t>(index)).geometry().SnapshotSuffix(snapshot, after);
+    }
+    demands.push_back(demand);
   }
   return demands;
+}
+
+void RequestAdmission::RecordSnapshot(CacheProgress& progress, int32_t end) const {
+  if (!chunk_rules_.has_state_group) return;
+  progress.Record(end - end % config_.prefix_granularity, config_.prefix_granularity);
 }
 
 std::vector<TokenDemand> RequestAdmission::DecodeDemands(int32_t num_tokens) const {
@@ -69,12 +83,16 @@ std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, 
     if (frontier == progress.promotion_boundary_tokens) kind = BoundaryKind::kPromoted;
     progress.promotion_boundary_tokens = 0;
   }
+  const int32_t prompt_boundary = request.prefill_size() - request.prefill_size() % config_.prefix_granularity;
+  std::optional<BoundaryKind> state_kind;
+  // The prompt's last snapshot is worth keeping although a tail of the prompt is still to come.
+  if (kind == BoundaryKind::kChunk && progress.HasMaterialized(prompt_boundary)) state_kind = BoundaryKind::kEndpoint;
   DescribePages(request, progress.num_hashed_pages, pages);
   CompletedPages completed{.prefix_hashes = request.PrefixHashes(config_.prefix_granularity, pages),
                            .first_new_prefix_page = progress.num_hashed_pages,
                            .boundary_kind = kind,
-                           .state_boundary_kind = std::nullopt,
-                           .materialized_state_boundaries = {}};
+                           .state_boundary_kind = state_kind,
+                           .materialized_state_boundaries = progress.materialized_state_boundaries()};
   progress.num_hashed_pages = pages;
   return completed;
 }
@@ -110,17 +128,21 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  const auto admitted = coordinator_.Admit(probe, tables, Demands(chunk, reserve), RequestProgress{});
+  const auto admitted = coordinator_.Admit(probe, tables, Demands(hit, chunk, reserve), RequestProgress{});
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendFresh(fresh, admitted->new_block_ids);
   auto resources = std::make_unique<RequestResources>(coordinator_, slots_.Take(), std::move(tables));
-  resources->progress = CacheProgress{.num_hashed_pages = hit / config_.prefix_granularity,
-                                      .access_epoch = admitted->access_epoch,
-                                      .promotion_boundary_tokens = promotion};
+  CacheProgress& progress = resources->progress;
+  progress.num_hashed_pages = hit / config_.prefix_granularity;
+  progress.access_epoch = admitted->access_epoch;
+  progress.promotion_boundary_tokens = promotion;
+  RecordSnapshot(progress, hit + chunk);
   resources->covered_tokens = int64_t{hit} + chunk;
+  const PrefillWindow window{
+      .begin = hit, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(hit))};
   book_.Move(request, [&](Request& moved) {
-    moved.StartPrefill(std::move(resources), PrefillWindow{.begin = hit, .size = chunk},
+    moved.StartPrefill(std::move(resources), window,
                        reserve.completes ? config_.decode_input_tokens : 0);
   });
   return AdmissionOutcome::kScheduled;
@@ -141,12 +163,14 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   const int32_t frontier = request.NumComputedTokens();
   const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
                              .num_computed_tokens = frontier};
-  const auto admitted = coordinator_.Admit(coordinator_.ProbePrefix({}), resources.tables(), Demands(chunk, reserve),
-                                           made, progress.access_epoch);
+  const auto admitted = coordinator_.Admit(coordinator_.ProbePrefix({}), resources.tables(),
+                                           Demands(first, chunk, reserve), made, progress.access_epoch);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendFresh(fresh, admitted->new_block_ids);
-  resources.progress = progress;
+  progress.DiscardHashed(config_.prefix_granularity);
+  RecordSnapshot(progress, first + chunk);
+  resources.progress = std::move(progress);
   resources.covered_tokens += chunk;
   resources.RefreshIds();
   book_.Move(request, [&](Request& moved) {
@@ -174,7 +198,8 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
                                              made, progress.access_epoch);
     if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
     AppendFresh(fresh, admitted->new_block_ids);
-    resources.progress = progress;
+    progress.DiscardHashed(config_.prefix_granularity);
+    resources.progress = std::move(progress);
     resources.RefreshIds();
   }
   resources.covered_tokens += growth;

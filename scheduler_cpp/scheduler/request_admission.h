@@ -57,11 +57,14 @@ class RequestAdmission {
   AdmissionOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
   PrefixProbe ProbeFor(Request& request);
-  std::vector<TokenDemand> Demands(int64_t num_tokens, const PrefillReserve& reserve) const;
+  // Demands of a chunk of `num_tokens` behind `before` computed tokens.
+  std::vector<TokenDemand> Demands(int32_t before, int32_t num_tokens, const PrefillReserve& reserve) const;
   PrefillReserve FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const;
   std::vector<TokenDemand> DecodeDemands(int32_t num_tokens) const;
-  // Moves `progress` on to `frontier` and says which pages that completes.
+  // Moves `progress` on to `frontier` and says which pages that completes. The result refers to `progress`.
   std::optional<CompletedPages> CompletePages(Request& request, int32_t frontier, CacheProgress& progress);
+  // Notes the snapshot that a chunk ending at `end` writes at the last boundary inside it.
+  void RecordSnapshot(CacheProgress& progress, int32_t end) const;
   void DescribePages(Request& request, int32_t first_page, int32_t num_pages);
 
   const SchedulerConfig& config_;

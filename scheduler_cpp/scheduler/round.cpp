@@ -15,10 +15,11 @@ void Round::PushPrefill(Request& request) {
   plan_.forward->AddPrefill(ForwardBatch::PrefillRow{.request_id = request.id(),
                                                      .request_pool_index = request.resources().slot_index(),
                                                      .prompt = request.PrefillTokens(),
-                                                     .start = window.begin,
-                                                     .length = window.size,
+                                                     .start = window.begin - window.replay,
+                                                     .length = window.size + window.replay,
+                                                     .replay = window.replay,
                                                      .tables = request.resources().ids()});
-  Account(request, window.size);
+  Account(request, window.size + window.replay);
 }
 
 void Round::PushDecode(Request& request) {

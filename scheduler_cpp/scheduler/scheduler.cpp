@@ -25,15 +25,21 @@ std::vector<std::string> GroupIds(const SchedulerConfig& config) {
   return ids;
 }
 
+CacheGroupKind KindOf(const CacheGroupConfig& group) {
+  if (group.IsState()) return CacheGroupKind::kRecurrentState;
+  return group.IsSliding() ? CacheGroupKind::kSlidingWindow : CacheGroupKind::kFullAttention;
+}
+
 std::vector<CacheGroupSpec> GroupSpecs(const SchedulerConfig& config) {
   std::vector<CacheGroupSpec> specs;
   for (const CacheGroupConfig& group : config.cache_groups) {
     specs.push_back(CacheGroupSpec{
-        .kind = group.IsSliding() ? CacheGroupKind::kSlidingWindow : CacheGroupKind::kFullAttention,
+        .kind = KindOf(group),
         .block_granularity = group.block_granularity,
         .cache_blocks_per_lcm_block = group.cache_blocks_per_lcm_block,
         .shard_count = group.shard_count,
-        .sliding_window_tokens = group.IsSliding() ? *group.sliding_window_tokens : 0});
+        .sliding_window_tokens = group.IsSliding() ? *group.sliding_window_tokens : 0,
+        .replayable = group.replayable});
   }
   return specs;
 }

@@ -8,7 +8,7 @@
 //   nobody behind it is admitted before it is.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
-// Built so far: role Fused, device tier, full-history and sliding-window groups. Anything else is refused at
+// Built so far: role Fused, device tier, every kind of group. Anything else is refused at
 // construction.
 //
 // Thread safety: none; calls on one instance must not overlap.

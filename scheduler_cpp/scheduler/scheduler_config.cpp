@@ -155,14 +155,6 @@ void SchedulerConfig::RefuseUnsupported() const {
     Refuse("num_host_pages " + std::to_string(num_host_pages) +
            ": a host cache is not supported yet; set num_host_pages to 0 or disable_l2_cache");
   }
-  for (const CacheGroupConfig& group : cache_groups) {
-    if (group.IsState()) {
-      Refuse("cache group '" + group.group_id + "': family State is not supported yet");
-    }
-    if (group.replayable) {
-      Refuse("cache group '" + group.group_id + "': replayable is not supported yet");
-    }
-  }
 }
 
 }  // namespace tokenspeed

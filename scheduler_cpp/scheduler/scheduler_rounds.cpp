@@ -10,8 +10,12 @@ ExecutionPlan Scheduler::NextExecutionPlan() {
   book_.Reap();
   Round round(config_, ++round_number_);
   if (config_.enable_mixed_prefill_decode) {
-    ScheduleDecodes(round, HasPrefillWork() ? admission_.MinPrefillTokens() : 0);
+    const int64_t kept_for_prefill = HasPrefillWork() ? admission_.MinPrefillTokens() : 0;
+    const bool decodes_held_back = !round.FitsDecode(kept_for_prefill);
+    ScheduleDecodes(round, kept_for_prefill);
     SchedulePrefills(round);
+    // The budget was kept for a prompt that cannot move, perhaps because decodes hold what it waits for.
+    if (decodes_held_back && round.NumRows() == 0) ScheduleDecodes(round, 0);
   } else {
     SchedulePrefills(round);
     if (!round.HasPrefill()) ScheduleDecodes(round, 0);

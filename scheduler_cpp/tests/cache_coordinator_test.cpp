@@ -19,6 +19,7 @@ using testing::Full;
 using testing::Hashes;
 using testing::Held;
 using testing::Ids;
+using testing::Replayable;
 using testing::Sparse;
 using testing::State;
 using testing::Window;
@@ -431,6 +432,54 @@ TEST(ST13_snapshot_of_a_mere_chunk_is_not_published) {
   c.coordinator.CacheCompletedBlocks(r.tables, progress, r.epoch);
   EXPECT_TRUE(c.Metadata(0, pages[0])->boundary_kind == BoundaryKind::kEndpoint);
   c.coordinator.Free(r.tables);
+}
+
+TEST(I25_a_replayable_group_publishes_nothing_and_counts_for_nothing) {
+  Cache c(4, 16, {Full(4), Replayable(6, 2)});
+  const auto pages = Hashes(1, 2);
+  Request r;
+  REQUIRE(c.Admit(r, {Dense(8), Dense(8)}).has_value());
+  c.coordinator.CacheCompletedBlocks(r.tables, Completed(pages, 0, BoundaryKind::kEndpoint, 8), r.epoch);
+  c.coordinator.CacheFullBlocks(r.tables, pages, r.epoch, 0, BoundaryKind::kChunk);
+  EXPECT_EQ(c.coordinator.group(0).index().NumEntries(c.coordinator.device_pool()), 2);
+  EXPECT_EQ(c.coordinator.group(1).index().NumEntries(c.coordinator.device_pool()), 0);
+  EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[1]) == BoundaryResidency::kComplete);
+  EXPECT_EQ(c.coordinator.ProbePrefix(pages).device_prefix_tokens(), 8);
+  c.coordinator.Free(r.tables);
+}
+
+TEST(replayable_tables_begin_a_window_below_the_hit) {
+  // The window of 6 rules for both; a remote landing, already sparse, is left alone.
+  Cache c(4, 24, {Full(4), Replayable(6, 2), Replayable(2, 4)});
+  const auto pages = Hashes(1, 3);
+  c.CachePages(pages);
+  Request r;
+  REQUIRE(c.AdmitPrompt(r, pages, {Dense(3), Dense(3, 2), Dense(3)}).has_value());
+  EXPECT_EQ(r.tables[0].NumSlots(), 4);
+  EXPECT_EQ(Held(r.tables[1]), (std::vector<int32_t>{0, 0, 0, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(r.tables[1].available_tokens, 3);
+  EXPECT_EQ(Held(r.tables[2]), (std::vector<int32_t>{0, 1, 1, 1}));
+  c.coordinator.Free(r.tables);
+
+  Request remote;
+  REQUIRE(c.AdmitPrompt(remote, pages, {Dense(3), Sparse(15, 5), Dense(3)}).has_value());
+  EXPECT_EQ(Held(remote.tables[1]), (std::vector<int32_t>{0, 0, 0, 0, 0, 1, 1, 1}));
+  c.coordinator.Free(remote.tables);
+}
+
+TEST(a_short_hit_is_replayed_from_the_start) {
+  Cache c(4, 24, {Full(4), Replayable(6, 2)});
+  const auto pages = Hashes(1, 1);
+  c.CachePages(pages);
+  Request r;
+  REQUIRE(c.AdmitPrompt(r, pages, {Dense(2), Dense(2)}).has_value());
+  EXPECT_EQ(Held(r.tables[1]), (std::vector<int32_t>{1, 1, 1}));
+  c.coordinator.Free(r.tables);
+}
+
+TEST(a_cache_in_which_nobody_shares_matches_nothing) {
+  Cache c(4, 8, {Replayable(6, 2)});
+  EXPECT_EQ(c.coordinator.ProbePrefix(Hashes(1, 2)).device_prefix_tokens(), 0);
 }
 
 TEST(hit_shares_blocks_between_requests) {

@@ -27,6 +27,12 @@ inline CacheGroupSpec Window(int32_t tokens, int32_t granularity, int32_t packin
   return spec;
 }
 
+inline CacheGroupSpec Replayable(int32_t tokens, int32_t granularity) {
+  CacheGroupSpec spec = Window(tokens, granularity);
+  spec.replayable = true;
+  return spec;
+}
+
 inline CacheGroupSpec State(int32_t granularity, int32_t packing = 1) {
   CacheGroupSpec spec = Full(granularity, packing);
   spec.kind = CacheGroupKind::kRecurrentState;

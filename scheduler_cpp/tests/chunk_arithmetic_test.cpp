@@ -36,6 +36,15 @@ TEST(AlignedChunksEndOnPagesOrComplete) {
   EXPECT_EQ(AlignPrefillChunk(51200, 100, 100, 128, 0), 100);
 }
 
+TEST(AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
+  EXPECT_EQ(FirstSnapshotTokens(50432, 51300, 128), 51200);
+  EXPECT_EQ(FirstSnapshotTokens(51200, 51300, 128), 51300);
+  EXPECT_EQ(FirstSnapshotTokens(0, 10, 8), 8);
+  EXPECT_EQ(FirstSnapshotTokens(8, 10, 8), 10);
+  EXPECT_EQ(FirstSnapshotTokens(0, 8, 8), 8);
+  EXPECT_EQ(FirstSnapshotTokens(0, 3, 8), 3);
+}
+
 TEST(AChunkLeavesAWholeReplayWindowOrNothing) {
   EXPECT_EQ(ChunkKeepingFinalWindow(30, 30, 8), 30);
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 72, 8), 64);

@@ -39,7 +39,8 @@ TEST(PrefillRowsComeFirstWhateverTheOrderOfArrival) {
   batch.AddDecode(
       {.request_id = decode, .request_pool_index = 1, .input_length = 1, .prefill_length = 9, .tables = tables});
   batch.AddPrefill(
-      {.request_id = prefill, .request_pool_index = 2, .prompt = prompt, .start = 1, .length = 2, .tables = tables});
+      {.request_id = prefill, .request_pool_index = 2, .prompt = prompt, .start = 1, .length = 2, .replay = 1,
+       .tables = tables});
   EXPECT_EQ(batch.NumRows(), std::size_t{2});
   batch.Seal(std::vector<std::string>{"g"});
   EXPECT_EQ(batch.request_ids, (std::vector<std::string>{"p", "d"}));
@@ -49,6 +50,7 @@ TEST(PrefillRowsComeFirstWhateverTheOrderOfArrival) {
   EXPECT_EQ(batch.input_ids, (std::vector<int32_t>{6, 7}));
   EXPECT_EQ(batch.shifted_input_ids, (std::vector<int32_t>{7, 8}));
   EXPECT_EQ(batch.extend_prefix_lens, (std::vector<int32_t>{1}));
+  EXPECT_EQ(batch.extend_replay_lens, (std::vector<int32_t>{1}));
   EXPECT_EQ(batch.decode_input_ids, (std::vector<int32_t>{-1}));
 }
 

@@ -246,6 +246,25 @@ TEST(impossible_demands_are_broken_invariants) {
   EXPECT_FATAL(GroupGeometry(Window(0, 4), 4));
 }
 
+// S-AR9 and S-AR10: the blocks that a chunk with state needs, from the token count of its first snapshot.
+TEST(a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
+  const GroupGeometry coarse(State(128), 128);
+  const BlockTable empty;
+  const AcquirePlan crossing =
+      coarse.Plan(empty, {.extent = coarse.SnapshotSuffix(51200, 51300), .reserve_tokens = 128});
+  EXPECT_EQ(crossing.suffix_start, 399);
+  EXPECT_EQ(crossing.num_blocks, 3);  // the checkpoint, the end, and one to move on to
+  EXPECT_EQ(crossing.table_blocks_after, 402);
+  EXPECT_EQ(coarse.SnapshotSuffix(51300, 51300).first_block, 400);
+
+  const GroupGeometry fine(State(4), 8);
+  EXPECT_EQ(fine.SnapshotSuffix(8, 10).first_block, 1);
+  EXPECT_EQ(fine.SnapshotSuffix(10, 10).first_block, 2);
+  EXPECT_EQ(fine.SnapshotSuffix(8, 10).extent_tokens, 10);
+  EXPECT_FATAL(fine.SnapshotSuffix(0, 10));
+  EXPECT_FATAL(fine.SnapshotSuffix(11, 10));
+}
+
 }  // namespace
 }  // namespace tokenspeed
 

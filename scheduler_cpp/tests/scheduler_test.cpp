@@ -11,7 +11,7 @@
 namespace tokenspeed {
 namespace {
 
-SchedulerConfig Config(int32_t usable) {
+SchedulerConfig Config(int32_t usable, bool with_state = false) {
   SchedulerConfig config;
   config.prefix_granularity = 4;
   config.max_scheduled_tokens = 16;
@@ -23,7 +23,11 @@ SchedulerConfig Config(int32_t usable) {
   CacheGroupConfig window{.group_id = "window", .block_granularity = 2, .total_pages = usable + 1};
   window.retention = CacheRetention::kSlidingWindow;
   window.sliding_window_tokens = 5;
+  CacheGroupConfig state{.group_id = "state", .block_granularity = 2, .total_pages = usable * 2 + 1};
+  state.family = CacheGroupFamily::kState;
+  state.cache_blocks_per_lcm_block = 2;
   config.cache_groups = {full, window};
+  if (with_state) config.cache_groups.push_back(state);
   return config;
 }
 
@@ -62,8 +66,9 @@ void Land(Scheduler& scheduler, const Results& results, bool as_rows) {
   scheduler.FinishRows(results.finished);
 }
 
-void RunACrowdedClosedLoop(bool mixed, bool as_rows) {
-  SchedulerConfig config = Config(16);
+void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
+  const int32_t usable = with_state ? 22 : 16;
+  SchedulerConfig config = Config(usable, with_state);
   config.enable_mixed_prefill_decode = mixed;
   Scheduler scheduler(config);
   std::mt19937 random(7);
@@ -71,7 +76,7 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows) {
   int submitted = 0;
   for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
     if (submitted < 100 && live.size() < 7) {
-      const std::string id = std::to_string(submitted++);
+      const std::string id = std::string("r").append(std::to_string(submitted++));
       std::vector<int32_t> tokens(1 + random() % 20);
       for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
       scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});
@@ -93,14 +98,16 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows) {
   EXPECT_TRUE(live.empty());
   scheduler.NextExecutionPlan();
   EXPECT_EQ(scheduler.ActiveLcmBlocks(), 0);
-  EXPECT_EQ(scheduler.AvailableLcmBlocks(), 16);
+  EXPECT_EQ(scheduler.AvailableLcmBlocks(), usable);
   EXPECT_TRUE(scheduler.ClearCache());
-  EXPECT_EQ(scheduler.EmptyLcmBlocks(), 16);
+  EXPECT_EQ(scheduler.EmptyLcmBlocks(), usable);
 }
 
 TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
   for (const bool mixed : {false, true}) {
-    for (const bool as_rows : {false, true}) RunACrowdedClosedLoop(mixed, as_rows);
+    for (const bool as_rows : {false, true}) {
+      for (const bool with_state : {false, true}) RunACrowdedClosedLoop(mixed, as_rows, with_state);
+    }
   }
 }
 

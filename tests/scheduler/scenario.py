@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tokenspeed_jax.scheduler import (
     CacheGroupConfig,
+    CacheGroupFamily,
     CacheRetention,
     ExecutionEvent,
     ExecutionPlan,
@@ -24,13 +25,20 @@ class Group:
     granularity: int | None = None
     packing: int = 1
     shards: int = 1
+    state: bool = False  # blocks are snapshots of everything before them
+    replayable: bool = False  # rows come back by feeding a window again
 
 
 FULL = Group()
+STATE = Group(state=True)
 
 
 def swa(window: int, granularity: int | None = None, packing: int = 1) -> Group:
     return Group(window, granularity, packing)
+
+
+def replayable(window: int, granularity: int | None = None, packing: int = 1) -> Group:
+    return Group(window, granularity, packing, replayable=True)
 
 
 def make_config(
@@ -49,8 +57,10 @@ def make_config(
             1 + usable * group.packing,
             retention=CacheRetention.FullHistory if group.window is None else CacheRetention.SlidingWindow,
             sliding_window_tokens=group.window,
+            family=CacheGroupFamily.State if group.state else CacheGroupFamily.History,
             cache_blocks_per_lcm_block=group.packing,
             shard_count=group.shards,
+            replayable=group.replayable,
         )
         for index, group in enumerate(groups)
     ]
@@ -98,6 +108,7 @@ class Step:
         self.ids = batch.request_ids
         self.inputs = batch.input_lengths
         self.prefixes = batch.extend_prefix_lens
+        self.replays = batch.extend_replay_lens
         self.tables = batch.block_tables
         self.zeroed = plan.pages_to_zero
 

@@ -2,8 +2,9 @@
 
 Every cache row holds the identity of the token prefix that it was computed from. A step writes the rows of its inputs
 and then reads, for each query, every key that the group's mask lets it see; each must hold the identity of this very
-request's prefix. Steps run in the order of their plans, as a device stream does, and sampled tokens stay on the device
-until they are landed.
+request's prefix. A block of a state group holds one such identity, of everything that its snapshot summarises: a step
+reads the snapshot at its start and leaves one at its end, a prefill also one at the last boundary it crosses. Steps run
+in the order of their plans, as a device stream does, and sampled tokens stay on the device until they are landed.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +78,8 @@ class SimulatedDevice:
         start, length = step.prefixes[index], step.inputs[index]
         offset = sum(step.inputs[:index])
         assert step.batch.input_ids[offset : offset + length] == request.tokens[start : start + length]
-        self._compute(request, tables, start, length)
+        self._compute(request, tables, start, length, step.replays[index])
+        self._scan_prefill(request, tables, start, length)
         request.computed = start + length
         if start + length < step.batch.prefill_lengths[index]:
             return []
@@ -90,6 +92,7 @@ class SimulatedDevice:
         # The drafts beyond the accepted tokens are written too, and overwritten by the next step.
         accepted = self._sample(request, self.accept())
         self._compute(request, tables, position, len(accepted))
+        self._scan_decode(request, tables, position, len(accepted))
         for draft in range(len(accepted), self.width):
             for group, table in enumerate(tables):
                 slot = (position + draft) // self.granularity(group)
@@ -97,16 +100,51 @@ class SimulatedDevice:
         request.computed = position + len(accepted)
         return accepted
 
-    def _compute(self, request: DeviceRequest, tables: list[list[int]], start: int, length: int) -> None:
+    def _scan(self, request: DeviceRequest, group: int, table: list[int], start: int, writes: dict[int, int]) -> None:
+        """A recurrent layer: `writes` gives the token count summarised by what is written to each slot, 0 = rubbish."""
+        g = self.granularity(group)
+        identities = prefix_identities(request.tokens)
+        if start > 0:
+            block = table[(start - 1) // g]
+            assert block > 0, f"the snapshot of group {group} at {start} must be there"
+            assert self.rows.get((group, block, 0)) == identities[start - 1], "another snapshot was read"
+        for slot, tokens in writes.items():
+            assert table[slot] > 0, f"the snapshot of group {group} in slot {slot} has nowhere to be written"
+            self.rows[group, table[slot], 0] = identities[tokens - 1] if tokens > 0 else 0
+
+    def _scan_prefill(self, request: DeviceRequest, tables: list[list[int]], start: int, length: int) -> None:
+        end = start + length
+        boundary = end - end % self.prefix_granularity
+        written = {boundary, end} if boundary > start else {end}
+        for group, table in enumerate(tables):
+            if self.groups[group].state:
+                g = self.granularity(group)
+                self._scan(request, group, table, start, {(tokens - 1) // g: tokens for tokens in sorted(written)})
+
+    def _scan_decode(self, request: DeviceRequest, tables: list[list[int]], start: int, accepted: int) -> None:
+        """Every slot that a rejected draft might have gone to is spoilt."""
+        for group, table in enumerate(tables):
+            if self.groups[group].state:
+                g = self.granularity(group)
+                writes = {(start + draft) // g: 0 for draft in range(self.width)}
+                self._scan(request, group, table, start, writes | {(start + accepted - 1) // g: start + accepted})
+
+    def _compute(
+        self, request: DeviceRequest, tables: list[list[int]], start: int, length: int, replay: int = 0
+    ) -> None:
+        """The first `replay` tokens are fed again: they only bring back the rows of replayable groups."""
         identities = prefix_identities(request.tokens[: start + length])
         for group, table in enumerate(tables):
+            if self.groups[group].state:
+                continue
             g = self.granularity(group)
             window = self.groups[group].window
-            for position in range(start, start + length):
+            begin = start + replay
+            for position in range(start if self.groups[group].replayable else begin, start + length):
                 block = table[position // g]
                 assert block > 0, f"position {position} of group {group} has nowhere to be written"
                 self.rows[group, block, position % g] = identities[position]
-            first = 0 if window is None else max(0, start - window + 1)
+            first = 0 if window is None else max(0, begin - window + 1)
             for position in range(first, start + length):
                 block = table[position // g]
                 assert block > 0, f"position {position} of group {group} is still visible and must be there"

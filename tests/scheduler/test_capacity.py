@@ -165,7 +165,7 @@ def test_one_row_alone_never_needs_more_than_a_batch_of_one(which: int, role: Sc
             previous = parents
 
 
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("which", range(4))
 def test_scheduler_and_model_agree_on_the_longest_request(which: int) -> None:
     for C, width, overlap, parents in itertools.product((4, 9), (1, 3), (0, 1), range(2, 13)):
         groups = group_sets()[which]
@@ -178,7 +178,7 @@ def test_scheduler_and_model_agree_on_the_longest_request(which: int) -> None:
         assert scheduler.max_single_request_tokens() == bound
         with pytest.raises(ValueError, match="max_new_tokens"):
             scheduler.submit_requests([spec("long", [1], max_new=bound)])
-        if bound > width:
+        if width < bound < 10_000:  # without a closed group the length of a request may be unbounded
             scheduler.submit_requests([spec("fits", range(bound - width))])
 
 

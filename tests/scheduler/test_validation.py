@@ -84,8 +84,6 @@ def test_overlap_needs_a_decode_width() -> None:
         ({**WINDOW, "sliding_window_tokens": 0}, "sliding_window_tokens"),
         ({**STATE, **WINDOW}, "State"),
         ({"replayable": True}, "replayable"),
-        ({**WINDOW, "replayable": True}, "not supported yet"),
-        (STATE, "not supported yet"),
     ],
 )
 def test_a_wrong_group_is_named(fields: dict[str, object], words: str) -> None:

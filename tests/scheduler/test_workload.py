@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .scenario import FULL, Group, swa
-from .workload import Workload
+from .scenario import FULL, STATE, Group, replayable, swa
+from .workload import P, Workload
 
 GROUP_SETS: list[tuple[Group, ...]] = [
     (FULL,),
@@ -17,8 +17,22 @@ GROUP_SETS: list[tuple[Group, ...]] = [
     (swa(6),),
     (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
     (Group(packing=4, shards=2), swa(3, granularity=1, packing=2)),
+    (FULL, STATE),
+    (STATE,),
+    (Group(packing=3), Group(granularity=2, packing=2, state=True), Group(granularity=1, packing=4, state=True)),
+    (swa(3), STATE),
+    (Group(granularity=2, packing=2), swa(5, granularity=4), Group(packing=2, shards=2, state=True)),
+    (FULL, replayable(6)),
+    (Group(packing=2), replayable(3, granularity=2), replayable(2, granularity=1, packing=4)),
+    (FULL, swa(6), replayable(5, granularity=2, packing=2)),
 ]
 SWITCHES = list(itertools.product((False, True), (0, 1), (False, True)))
+
+
+def least_budget(groups: tuple[Group, ...]) -> int:
+    """What the scheduler asks for, so that every chunk moves."""
+    window = max((group.window or 0 for group in groups if group.replayable), default=0)
+    return max(P if any(group.state for group in groups) else 1, window + max(window, P) if window else 1)
 
 
 def run_mixed_load(work: Workload, requests: int) -> None:
@@ -81,11 +95,12 @@ def test_any_configuration_serves_everybody(
     priorities: tuple[int, ...],
     overtaken: int,
 ) -> None:
+    groups = GROUP_SETS[which]
     work = Workload(
-        GROUP_SETS[which],
+        groups,
         usable,
         seed,
-        budget=budget,
+        budget=max(budget, least_budget(groups)),
         enable_mixed_prefill_decode=mixed,
         overlap_schedule_depth=overlap,
         decode_input_tokens=width,
@@ -107,7 +122,7 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
             GROUP_SETS[which],
             usable,
             seed=usable,
-            budget=budget,
+            budget=max(budget, least_budget(GROUP_SETS[which])),
             decode_input_tokens=width,
             enable_mixed_prefill_decode=mixed,
             overlap_schedule_depth=overlap,
@@ -129,9 +144,23 @@ def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> N
         work.drain(rounds=0)
 
 
-def test_workloads_meet_hits_and_retractions() -> None:
+@pytest.mark.parametrize(("width", "overlap"), list(itertools.product((2, 3, 4), (0, 1))))
+@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, Group(granularity=2, state=True), STATE)])
+def test_wide_decodes_never_pass_a_boundary_off_as_a_snapshot(
+    groups: tuple[Group, ...], width: int, overlap: int
+) -> None:
+    """Many requests in a roomy pool: what a decode step jumps over is soon hit, if it is published."""
+    work = Workload(
+        groups, usable=48, seed=width, decode_input_tokens=width, overlap_schedule_depth=overlap, max_batch_size=4
+    )
+    run_mixed_load(work, requests=600)
+    assert work.hits > 300
+
+
+@pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (STATE,), (FULL, replayable(6))])
+def test_workloads_meet_hits_and_retractions(groups: tuple[Group, ...]) -> None:
     """Guards the tests above: a workload that never shares and never runs short would prove little."""
-    work = Workload((FULL, swa(4)), usable=18, seed=3, max_batch_size=4)
+    work = Workload(groups, usable=18 if FULL in groups else 10, seed=3, max_batch_size=4)
     run_mixed_load(work, requests=40)
     assert work.hits > 0
     assert work.scheduler.num_retractions() > 0

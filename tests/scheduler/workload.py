@@ -26,6 +26,8 @@ class Live:
     tables: list[list[int]] | None = None  # None while it holds no cache
     slot: int | None = None
     in_flight: int = 0
+    end: int = -1  # of its last chunk; -1 once it decodes
+    reserved: bool = False  # its prompt is complete and its first decode step is still to come
 
 
 @dataclass
@@ -121,15 +123,28 @@ class Workload:
         return step
 
     def plan(self) -> Step:
+        retractions = self.scheduler.num_retractions()
         step, twin = (Step(scheduler.next_execution_plan()) for scheduler in self.schedulers)
         assert (step.ids, step.inputs, step.prefixes) == (twin.ids, twin.inputs, twin.prefixes)
+        assert step.replays == twin.replays
         assert (step.tables, step.zeroed) == (twin.tables, twin.zeroed)
+        if self.scheduler.num_retractions() > retractions:
+            self.notice_readmissions(step)
         self.check_limits(step)
         self.check_tables(step)
         for request_id in step.ids:
             self.live[request_id].in_flight += 1
         self.pending.append(self.device.run(step))
         return step
+
+    def notice_readmissions(self, step: Step) -> None:
+        """Requests that gave way in this very round and were then granted what another one gave up."""
+        for row in range(step.batch.num_extends()):
+            request = self.live[step.ids[row]]
+            continues = step.prefixes[row] + step.replays[row] == request.end
+            if not continues or step.batch.request_pool_indices[row] != request.slot:
+                assert request.tables is None or request.in_flight == 0
+                request.tables = request.slot = None
 
     def land(self) -> None:
         """The oldest step's results; requests that have enough end."""
@@ -193,6 +208,15 @@ class Workload:
         assert all(ends[row] <= step.batch.prefill_lengths[row] for row in range(extends))
         truncated = [row for row in range(extends) if ends[row] < step.batch.prefill_lengths[row]]
         assert truncated in ([], [extends - 1])
+        replay_window = max((group.window or 0 for group in self.groups if group.replayable), default=0)
+        for row in range(extends):
+            first = self.live[step.ids[row]].tables is None
+            begin = step.prefixes[row] + step.replays[row]
+            assert step.replays[row] == (min(replay_window, begin) if first else 0)
+            # The end of a prompt in several chunks recomputes a whole window.
+            assert first or row in truncated or step.inputs[row] >= replay_window
+        if any(group.state for group in self.groups):
+            assert all(ends[row] % P == 0 for row in truncated), "a chunk ends where no snapshot can be shared"
         assert all(length == self.width for length in step.inputs[extends:])
 
     def check_tables(self, step: Step) -> None:
@@ -204,19 +228,29 @@ class Workload:
             first = request.tables is None
             if first:
                 assert row < step.batch.num_extends()
-                assert step.prefixes[row] % P == 0
-                self.hits += step.prefixes[row]
+                hit = step.prefixes[row] + step.replays[row]
+                assert hit % P == 0
+                self.hits += hit
                 request.slot = step.batch.request_pool_indices[row]
                 assert 1 <= request.slot <= self.config.max_batch_size
             assert request.slot == step.batch.request_pool_indices[row]
             for group, table in enumerate(tables):
-                held = step.prefixes[row] // self.device.granularity(group) if first else len(request.tables[group])  # type: ignore[index]
+                if request.tables is not None:
+                    held = len(request.tables[group])
+                else:
+                    held = 0 if self.groups[group].replayable else hit // self.device.granularity(group)
                 assert len(table) >= held
                 # With a width above 1 and a step ahead, every pause of a request leaves a width of slack behind.
                 if self.width == 1 or self.depth == 0:
-                    assert len(table) <= -(-request.most // self.device.granularity(group))
+                    # A snapshot has a whole block to move on to.
+                    growth = self.device.granularity(group) if self.groups[group].state else 0
+                    assert len(table) <= -(-(request.most + growth) // self.device.granularity(group))
+                assert not (request.reserved and row >= step.batch.num_extends()) or len(table) == held
                 fresh.setdefault(f"g{group}", []).extend(block for block in table[held:] if block > 0)
             request.tables = tables
+            end = step.prefixes[row] + step.inputs[row] if row < step.batch.num_extends() else 0
+            request.end = end or -1
+            request.reserved = end == step.batch.prefill_lengths[row]
         assert {name: sorted(blocks) for name, blocks in fresh.items() if blocks} == {
             name: sorted(blocks) for name, blocks in step.zeroed.items() if blocks
         }
@@ -241,6 +275,7 @@ class Workload:
                     if block <= 0:
                         continue
                     end = (slot + 1) * g
-                    meaning = (slot, identities[end - 1] if end <= len(identities) else None)
+                    shared = end <= len(identities) and not self.groups[group].replayable
+                    meaning = (slot, identities[end - 1] if shared else None)
                     other = holders.setdefault((group, block), meaning)
                     assert other is meaning or (other == meaning and other[1] is not None), "shared without a hit"
