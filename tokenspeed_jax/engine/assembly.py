@@ -13,7 +13,7 @@ from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.attention.kernel_choice import mosaic_refusals
 from tokenspeed_jax.attention.kernel_page_sizes import history_kernel_page_sizes
 from tokenspeed_jax.cache.arena import CacheArena
-from tokenspeed_jax.cache.binding import bind_cache_groups
+from tokenspeed_jax.cache.binding import LayerBinding, bind_cache_groups
 from tokenspeed_jax.cache.bridge import scheduler_config
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.engine.batch import BatchBuilder
@@ -117,23 +117,29 @@ class _CachePlanner:
     def check_cheap_limits(self) -> None:
         """Refuses, before weights are loaded, what cannot fit even without a step's temporaries."""
         reserved = {"weights": self._source.weight_bytes, "device state": self._state_bytes}
-        self._setup(arena_budget(self._config, self._device, reserved=reserved))
+        _, setup = self._setup(arena_budget(self._config, self._device, reserved=reserved))
+        for operation, reason in _choose_kernels(self._config, self._source, setup).refusals.items():
+            if self._device.platform == "gpu" and self._config.attention_implementation == "auto":
+                _LOG.warning("%s attention runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
 
     def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""
         reserved = {"device state": self._state_bytes}
         if self._config.kv_cache_memory_bytes is None and device_limit(self._device) is not None:
             reserved["workspace"] = self._measure_workspace(graph, weights)
-        return self._setup(arena_budget(self._config, self._device, reserved=reserved))
+        limits, setup = self._setup(arena_budget(self._config, self._device, reserved=reserved))
+        if limits != self._limits:
+            before, after = self._limits.max_model_len, limits.max_model_len
+            _LOG.warning("max_model_len is lowered from %d to the %d tokens that the arena holds", before, after)
+        return limits, setup
 
     def _setup(self, budget: int) -> tuple[EngineLimits, CacheSetup]:
-        """Plans for a budget. A context length that the user did not ask for shrinks to what fits, and says so."""
+        """Plans for a budget. A context length that the user did not ask for shrinks to what fits."""
         try:
             return self._limits, self._plan_for(self._limits, budget)
         except ConfigError as error:
             if self._config.max_model_len is not None or error.field != "max_model_len" or not error.limit:
                 raise
-            _LOG.warning("max_model_len is lowered from %d to %d: %s", self._limits.max_model_len, error.limit, error)
             limits = dataclasses.replace(self._limits, max_model_len=error.limit)
         return limits, self._plan_for(limits, budget)
 
@@ -164,17 +170,18 @@ def _buckets(limits: EngineLimits, device: jax.Device) -> BucketTable:
     return BucketTable.for_limits(limits.max_num_seqs, limits.max_num_batched_tokens, device.platform)
 
 
-def _step_model(
-    config: EngineConfig, source: ModelSource, graph: Any, setup: CacheSetup, limits: EngineLimits
-) -> StepModel:
-    arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
+@dataclass(frozen=True)
+class _KernelChoice:
+    """Which pages and kernels the layers use, and why some of them not the Mosaic ones."""
+
+    page_sizes: dict[str, int]
+    bindings: tuple[LayerBinding, ...]
+    refusals: dict[str, str]
+
+
+def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup) -> _KernelChoice:
+    """Binds the layers to their caches. `ConfigError` for a page size or an implementation that cannot serve them."""
     page_sizes = history_kernel_page_sizes(setup.specs, "mha", config.kernel_page_size)
-    router = CacheGroupRouter(
-        arena.contract,
-        page_sizes,
-        max_context_len=limits.max_model_len,
-        overlap_tokens=_scheduler_limits(config, limits).overlap_tokens,
-    )
     layers = source.config.attention_layers()
     bindings = bind_cache_groups(layers, setup.plan, setup.specs)
     refusals = mosaic_refusals(layers, bindings, page_sizes, source.dtype.name)
@@ -183,20 +190,29 @@ def _step_model(
             f"attention_implementation mosaic cannot serve this model: {next(iter(refusals.values()))}",
             field="attention_implementation",
         )
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and config.attention_implementation == "auto":
-        for operation, reason in refusals.items():
-            _LOG.warning("%s attention runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
+    return _KernelChoice(page_sizes, bindings, refusals)
+
+
+def _step_model(
+    config: EngineConfig, source: ModelSource, graph: Any, setup: CacheSetup, limits: EngineLimits
+) -> StepModel:
+    kernels = _choose_kernels(config, source, setup)
+    arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
+    router = CacheGroupRouter(
+        arena.contract,
+        kernels.page_sizes,
+        max_context_len=limits.max_model_len,
+        overlap_tokens=_scheduler_limits(config, limits).overlap_tokens,
+    )
+    in_float32_on_gpu = jax.default_backend() == "gpu" and source.dtype.name == "float32"
+    implementation = config.attention_implementation
     return StepModel(
         graph=graph,
-        vocab_size=limits.vocab_size,
         arena=arena,
         router=router,
-        bindings=bindings,
-        attention_implementation=(
-            None if config.attention_implementation == "auto" else config.attention_implementation
-        ),
-        precision="highest" if on_gpu and source.dtype.name == "float32" else None,
+        bindings=kernels.bindings,
+        attention_implementation=None if implementation == "auto" else implementation,
+        precision="highest" if in_float32_on_gpu else None,
     )
 
 

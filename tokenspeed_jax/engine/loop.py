@@ -191,8 +191,10 @@ class StepLoop:
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
-        slots = batch.request_pool_indices
         starts = batch.extend_prefix_lens
+        if not starts:
+            return
+        slots = batch.request_pool_indices
         for index, sample in enumerate(samples[: len(starts)]):
             if self._slot_owner.get(slots[index]) is sample:
                 continue

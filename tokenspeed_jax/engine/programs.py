@@ -27,14 +27,12 @@ class StepPrograms:
     Attributes:
         weights: the model's nnx state, an argument of every step and never donated.
         max_model_len: padded length of token lists handed to `begin_request`.
-        compilations: programs compiled so far.
     """
 
     model: StepModel
     weights: Any
     device_state: DeviceState
     max_model_len: int
-    compilations: int = 0
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _begin: Any = None
 
@@ -82,6 +80,11 @@ class StepPrograms:
         self.device_state = DeviceState(self.device_state.last_tokens, sampling)
 
     @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._steps) + (self._begin is not None)
+
+    @property
     def workspace_bytes(self) -> int:
         """Temporaries of the costliest program compiled so far."""
         return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
@@ -94,7 +97,6 @@ class StepPrograms:
         with jax.default_matmul_precision(self.model.precision):
             lowered = step.lower(self.weights, planes, state, buffer)
         self._steps[layout.bucket] = lowered.compile()
-        self.compilations += 1
 
     def _compile_begin(self) -> Any:
         ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)
@@ -108,7 +110,6 @@ class StepPrograms:
             jax.ShapeDtypeStruct((MAX_BLOCKED,), jnp.int32),
         )
         self._begin = lowered.compile()
-        self.compilations += 1
         return self._begin
 
 

@@ -11,10 +11,10 @@ from flax import nnx
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import tree_bytes
 from tokenspeed_jax.engine.stop import TextSource
-from tokenspeed_jax.errors import CheckpointError, ConfigError
-from tokenspeed_jax.models.registry import ModelConfig, resolve_model
+from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.models.registry import ModelConfig
 from tokenspeed_jax.text import Detokenizer, Tokenizer
-from tokenspeed_jax.weights import Checkpoint, load_model, open_checkpoint
+from tokenspeed_jax.weights import Checkpoint, load_model, model_of, open_checkpoint
 
 
 class _NoText:
@@ -51,14 +51,11 @@ class ModelSource:
         """Opens a checkpoint and reads its configuration and tokenizer; no weights yet.
 
         Raises:
-            CheckpointError: see `weights.open_checkpoint`.
+            CheckpointError: see `weights.open_checkpoint` and `weights.model_of`.
         """
         progress = not config.disable_progress_bars
         checkpoint = open_checkpoint(config.model, revision=config.revision, progress=progress)
-        try:
-            family, model_config = resolve_model(checkpoint.hf_config)
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.name}: {error}") from error
+        family, model_config = model_of(checkpoint)
         dtype = _resolve_dtype(config, checkpoint)
         shapes = nnx.eval_shape(lambda: family.build(model_config, dtype=dtype, rngs=nnx.Rngs(0)))
         tokenizer = checkpoint.tokenizer()
@@ -102,7 +99,4 @@ def _resolve_dtype(config: EngineConfig, checkpoint: Checkpoint) -> jnp.dtype:
         return jnp.dtype(config.dtype)
     if jax.default_backend() != "gpu":
         return jnp.dtype("float32")
-    stored = checkpoint.hf_config.get("dtype") or checkpoint.hf_config.get("torch_dtype") or "bfloat16"
-    if stored not in ("float32", "bfloat16", "float16"):
-        raise CheckpointError(f"{checkpoint.name}: config.json dtype {stored!r} is not supported: set dtype")
-    return jnp.dtype(stored)
+    return checkpoint.dtype

@@ -60,7 +60,6 @@ class StepModel:
     """
 
     graph: Any
-    vocab_size: int
     arena: CacheArena
     router: CacheGroupRouter
     bindings: tuple[LayerBinding, ...]

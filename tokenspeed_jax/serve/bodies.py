@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,12 +16,6 @@ _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _DISCARD_FACTOR = 4
-
-
-class BodyType(Protocol):
-    """A `msgspec.Struct` class; `neutral_fields` are known to OpenAI's clients but not served."""
-
-    neutral_fields: Mapping[str, Neutral]
 
 
 async def read_body(request: Request, limit: int) -> bytes:
