@@ -211,6 +211,8 @@ class StepLoop:
         results, deltas = land(step.built.rows, outputs)
         results.apply(self._scheduler)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)
+        # Before delivery: who has just been told that a request ended must not find it running.
+        self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:
             self._deliver(sample, delta)
 
@@ -237,8 +239,8 @@ class StepLoop:
                 event.request_id = sample.scheduler_id
                 events.add_event(event)
         self._scheduler.advance(events)
-        self._deliver_abort(request_id)
         self._stats.observe_scheduler(self._scheduler)
+        self._deliver_abort(request_id)
 
     def _deliver_abort(self, request_id: str) -> None:
         for sample in self._requests[request_id].samples:
