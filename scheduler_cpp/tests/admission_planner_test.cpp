@@ -2,13 +2,14 @@
 
 #include "coordinator/admission_planner.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <map>
 #include <random>
 #include <vector>
 
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -186,7 +187,9 @@ void CheckPlan(const Scene& scene, Outcomes& outcomes) {
   EXPECT_TRUE(scene.FitsWithout(*plan));
   for (std::size_t i = 0; i < plan->size(); ++i) {
     EXPECT_TRUE(std::find(candidates.begin(), candidates.end(), (*plan)[i]) != candidates.end());
-    if (i > 0) EXPECT_TRUE(scene.EpochOf((*plan)[i - 1]) <= scene.EpochOf((*plan)[i]));
+    if (i > 0) {
+      EXPECT_TRUE(scene.EpochOf((*plan)[i - 1]) <= scene.EpochOf((*plan)[i]));
+    }
     std::vector<AdmissionVictim> fewer = *plan;
     fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(i));
     EXPECT_FALSE(scene.FitsWithout(fewer));
@@ -204,14 +207,14 @@ Scene RandomScene(std::mt19937& random) {
   return Scene(random, parents, configurations[random() % configurations.size()]);
 }
 
-TEST(victims_are_minimal_and_found_whenever_they_exist) {
+TEST(AdmissionPlanner, victims_are_minimal_and_found_whenever_they_exist) {
   std::mt19937 random(17);
   Outcomes outcomes;
   for (int round = 0; round < 1500; ++round) CheckPlan(RandomScene(random), outcomes);
   EXPECT_TRUE(outcomes.refused > 100 && outcomes.without_victims > 100 && outcomes.with_victims > 100);
 }
 
-TEST(what_the_planner_remembers_changes_no_plan) {
+TEST(AdmissionPlanner, what_the_planner_remembers_changes_no_plan) {
   std::mt19937 random(23);
   for (int round = 0; round < 800; ++round) {
     Scene scene = RandomScene(random);
@@ -221,5 +224,3 @@ TEST(what_the_planner_remembers_changes_no_plan) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

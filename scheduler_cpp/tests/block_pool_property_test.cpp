@@ -2,6 +2,8 @@
 
 #include "core/block_pool.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <deque>
 #include <optional>
@@ -11,7 +13,6 @@
 #include <vector>
 
 #include "core/group_allocator.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -121,7 +122,7 @@ class Comparison {
           Drop();
       }
       Compare();
-      if (testing::FailureCount() > 0) return;
+      if (::testing::Test::HasFailure()) return;
     }
     while (!held_.empty()) Drop();
     Compare();
@@ -196,7 +197,7 @@ class Comparison {
   std::vector<CacheBlockRef> held_;  // dies before the pool
 };
 
-TEST(pool_agrees_with_a_scan_of_every_slot) {
+TEST(BlockPoolProperty, pool_agrees_with_a_scan_of_every_slot) {
   for (uint64_t seed = 1; seed <= 12; ++seed) {
     Comparison(5, {{1, 1}, {3, 1}, {4, 2}}, seed).Run(400);
     Comparison(3, {{6, 3}, {8, 4}, {2, 1}}, seed).Run(400);
@@ -204,11 +205,9 @@ TEST(pool_agrees_with_a_scan_of_every_slot) {
   }
 }
 
-TEST(pool_agrees_when_a_parent_spans_several_bitmap_words) {
+TEST(BlockPoolProperty, pool_agrees_when_a_parent_spans_several_bitmap_words) {
   for (uint64_t seed = 1; seed <= 3; ++seed) Comparison(2, {{200, 1}, {260, 2}}, seed).Run(120);
 }
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

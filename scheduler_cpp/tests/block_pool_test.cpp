@@ -2,11 +2,13 @@
 
 #include "core/block_pool.h"
 
+#include <gtest/gtest.h>
+
 #include <utility>
 #include <vector>
 
 #include "core/group_allocator.h"
-#include "tests/testing.h"
+#include "tests/broken_invariant.h"
 
 namespace tokenspeed {
 namespace {
@@ -23,25 +25,25 @@ Locations Of(const std::vector<CacheBlockRef>& blocks) {
 
 Locations Of(const CacheBlockRef& block) { return Of(std::vector<CacheBlockRef>{block}); }
 
-TEST(BP1_exact_acquisition_takes_all_or_nothing) {
+TEST(BlockPool, BP1_exact_acquisition_takes_all_or_nothing) {
   BlockPool pool(3, {1});
   EXPECT_TRUE(pool.AcquireBlocks(0, 4).empty());
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 3);
   const auto blocks = pool.AcquireBlocks(0, 3);
-  EXPECT_EQ(Of(blocks), Locations{{1, 0}, {2, 0}, {3, 0}});
+  EXPECT_EQ(Of(blocks), (Locations{{1, 0}, {2, 0}, {3, 0}}));
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 0);
 }
 
-TEST(BP2_first_block_binds_the_first_parent) {
+TEST(BlockPool, BP2_first_block_binds_the_first_parent) {
   BlockPool pool(3, {2});
   const CacheBlockRef block = pool.AcquireBlock(0);
-  EXPECT_EQ(Of(block), Locations{{1, 0}});
+  EXPECT_EQ(Of(block), (Locations{{1, 0}}));
   EXPECT_EQ(pool.BoundGroup(1), 0);
   EXPECT_EQ(pool.OccupiedCount(1), 1);
   EXPECT_EQ(pool.NumFreeSlots(0), 1);
 }
 
-TEST(BP3_refused_acquisition_changes_nothing) {
+TEST(BlockPool, BP3_refused_acquisition_changes_nothing) {
   BlockPool pool(1, {2});
   const CacheBlockRef held = pool.AcquireBlock(0);
   EXPECT_TRUE(pool.AcquireBlocks(0, 2).empty());
@@ -50,7 +52,7 @@ TEST(BP3_refused_acquisition_changes_nothing) {
   EXPECT_EQ(pool.NumFreeSlots(0), 1);
 }
 
-TEST(BP4_parent_changes_group_only_when_empty) {
+TEST(BlockPool, BP4_parent_changes_group_only_when_empty) {
   BlockPool pool(1, {2, 8});
   CacheBlockRef a = pool.AcquireBlock(0);
   EXPECT_FALSE(bool(pool.AcquireBlock(1)));
@@ -58,60 +60,60 @@ TEST(BP4_parent_changes_group_only_when_empty) {
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 1);
   EXPECT_EQ(pool.BoundGroup(1), -1);
   const CacheBlockRef b = pool.AcquireBlock(1);
-  EXPECT_EQ(Of(b), Locations{{1, 0}});
+  EXPECT_EQ(Of(b), (Locations{{1, 0}}));
   EXPECT_EQ(pool.BoundGroup(1), 1);
   EXPECT_EQ(pool.NumFreeSlots(1), 7);
 }
 
-TEST(BP5_freed_parents_are_reused_in_release_order) {
+TEST(BlockPool, BP5_freed_parents_are_reused_in_release_order) {
   BlockPool pool(4, {1, 1});
   auto blocks = pool.AcquireBlocks(0, 4);
   blocks[0].reset();
   blocks[2].reset();
-  EXPECT_EQ(Of(pool.AcquireBlocks(1, 2)), Locations{{1, 0}, {3, 0}});
+  EXPECT_EQ(Of(pool.AcquireBlocks(1, 2)), (Locations{{1, 0}, {3, 0}}));
 }
 
-TEST(BP6_densest_parent_is_filled_first) {
+TEST(BlockPool, BP6_densest_parent_is_filled_first) {
   BlockPool pool(3, {3});
   auto first = pool.AcquireBlocks(0, 4);
   first[2].reset();
-  EXPECT_EQ(Of(pool.AcquireBlocks(0, 4)), Locations{{1, 2}, {2, 1}, {2, 2}, {3, 0}});
+  EXPECT_EQ(Of(pool.AcquireBlocks(0, 4)), (Locations{{1, 2}, {2, 1}, {2, 2}, {3, 0}}));
 }
 
-TEST(BP7_exactly_the_released_slot_is_taken_again) {
+TEST(BlockPool, BP7_exactly_the_released_slot_is_taken_again) {
   BlockPool pool(1, {2});
   auto blocks = pool.AcquireBlocks(0, 2);
   blocks[0].reset();
   const CacheBlockRef again = pool.AcquireBlock(0);
-  EXPECT_EQ(Of(again), Locations{{1, 0}});
-  EXPECT_EQ(Of(blocks[1]), Locations{{1, 1}});
+  EXPECT_EQ(Of(again), (Locations{{1, 0}}));
+  EXPECT_EQ(Of(blocks[1]), (Locations{{1, 1}}));
 }
 
-TEST(BP8_balanced_placement_deals_cyclically) {
+TEST(BlockPool, BP8_balanced_placement_deals_cyclically) {
   BlockPool pool(2, {4});
   pool.RegisterGroup(0, 4, 2);
   const auto blocks = pool.AcquireBlocks(0, 4, std::vector<int64_t>{0, 0});
-  EXPECT_EQ(Of(blocks), Locations{{1, 0}, {1, 1}, {1, 2}, {1, 3}});
+  EXPECT_EQ(Of(blocks), (Locations{{1, 0}, {1, 1}, {1, 2}, {1, 3}}));
   for (int32_t i = 0; i < 4; ++i) EXPECT_EQ(ResolveCacheBlockId(blocks[i]->Location(), 4), i + 1);
 }
 
-TEST(BP9_parent_is_opened_at_the_lighter_bucket) {
+TEST(BlockPool, BP9_parent_is_opened_at_the_lighter_bucket) {
   BlockPool pool(1, {4});
   pool.RegisterGroup(0, 4, 2);
-  EXPECT_EQ(Of(pool.AcquireBlocks(0, 3, std::vector<int64_t>{2, 0})), Locations{{1, 1}, {1, 3}, {1, 0}});
+  EXPECT_EQ(Of(pool.AcquireBlocks(0, 3, std::vector<int64_t>{2, 0})), (Locations{{1, 1}, {1, 3}, {1, 0}}));
 }
 
-TEST(BP10_bound_hole_outranks_balance) {
+TEST(BlockPool, BP10_bound_hole_outranks_balance) {
   BlockPool pool(2, {4});
   pool.RegisterGroup(0, 4, 2);
   auto blocks = pool.AcquireBlocks(0, 4);
-  EXPECT_EQ(Of(blocks), Locations{{1, 0}, {1, 1}, {1, 2}, {1, 3}});
+  EXPECT_EQ(Of(blocks), (Locations{{1, 0}, {1, 1}, {1, 2}, {1, 3}}));
   blocks[0].reset();
   blocks[2].reset();
-  EXPECT_EQ(Of(pool.AcquireBlocks(0, 1, std::vector<int64_t>{5, 0})), Locations{{1, 0}});
+  EXPECT_EQ(Of(pool.AcquireBlocks(0, 1, std::vector<int64_t>{5, 0})), (Locations{{1, 0}}));
 }
 
-TEST(BP11_geometry_never_changes_after_registration) {
+TEST(BlockPool, BP11_geometry_never_changes_after_registration) {
   BlockPool pool(2, {4, 4});
   pool.RegisterGroup(0, 4, 2);
   pool.AcquireBlock(0).reset();
@@ -124,7 +126,7 @@ TEST(BP11_geometry_never_changes_after_registration) {
   EXPECT_FATAL(pool.RegisterGroup(0, 4, 3));
 }
 
-TEST(BP12_block_ids) {
+TEST(BlockPool, BP12_block_ids) {
   EXPECT_EQ(ResolveCacheBlockId({1, 0}, 8), 1);
   EXPECT_EQ(ResolveCacheBlockId({1, 7}, 8), 8);
   EXPECT_EQ(ResolveCacheBlockId({2, 0}, 8), 9);
@@ -135,7 +137,7 @@ TEST(BP12_block_ids) {
   EXPECT_FATAL(ResolveCacheBlockId({0x7fffffff, 7}, 8));
 }
 
-TEST(BP13_last_copy_frees_exactly_its_slot) {
+TEST(BlockPool, BP13_last_copy_frees_exactly_its_slot) {
   BlockPool pool(1, {3});
   auto blocks = pool.AcquireBlocks(0, 3);
   std::vector<CacheBlockRef> copies(8, blocks[1]);
@@ -150,7 +152,7 @@ TEST(BP13_last_copy_frees_exactly_its_slot) {
   EXPECT_TRUE(pool.IsOccupied({1, 0}) && pool.IsOccupied({1, 2}));
 }
 
-TEST(BP14_pool_must_outlive_its_blocks) {
+TEST(BlockPool, BP14_pool_must_outlive_its_blocks) {
   EXPECT_FATAL({
     auto* pool = new BlockPool(1, {1});
     CacheBlockRef held = pool->AcquireBlock(0);
@@ -158,7 +160,7 @@ TEST(BP14_pool_must_outlive_its_blocks) {
   });
 }
 
-TEST(handles_share_move_and_swap) {
+TEST(BlockPool, handles_share_move_and_swap) {
   BlockPool pool(2, {1});
   BlockPool other(1, {1});
   CacheBlockRef a = pool.AcquireBlock(0);
@@ -173,24 +175,24 @@ TEST(handles_share_move_and_swap) {
   EXPECT_EQ(a.use_count(), 0);
   EXPECT_FALSE(a.unique());
   swap(moved, b);
-  EXPECT_EQ(Of(moved), Locations{{2, 0}});
+  EXPECT_EQ(Of(moved), (Locations{{2, 0}}));
   EXPECT_FALSE(moved == b);
   b = moved;  // drops parent 1
   EXPECT_TRUE(b == moved);
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 1);
 }
 
-TEST(unbalanced_acquisition_of_a_sharded_group_is_ordinary) {
+TEST(BlockPool, unbalanced_acquisition_of_a_sharded_group_is_ordinary) {
   BlockPool pool(2, {6});
   pool.RegisterGroup(0, 6, 3);
   auto blocks = pool.AcquireBlocks(0, 7);
-  EXPECT_EQ(Of(blocks).back(), std::pair<int32_t, int32_t>(2, 0));
+  EXPECT_EQ(Of(blocks).back(), (std::pair<int32_t, int32_t>(2, 0)));
   blocks[4].reset();
   blocks[3].reset();
-  EXPECT_EQ(Of(pool.AcquireBlocks(0, 3)), Locations{{1, 3}, {1, 4}, {2, 1}});
+  EXPECT_EQ(Of(pool.AcquireBlocks(0, 3)), (Locations{{1, 3}, {1, 4}, {2, 1}}));
 }
 
-TEST(misuse_is_a_broken_invariant) {
+TEST(BlockPool, misuse_is_a_broken_invariant) {
   BlockPool pool(2, {4});
   pool.RegisterGroup(0, 4, 2);
   EXPECT_FATAL(pool.AcquireBlock(1));
@@ -207,7 +209,7 @@ TEST(misuse_is_a_broken_invariant) {
   EXPECT_FATAL(BlockPool(0x10000, {0x10000}));
 }
 
-TEST(empty_pool_has_no_capacity) {
+TEST(BlockPool, empty_pool_has_no_capacity) {
   BlockPool pool(0, {3});
   EXPECT_EQ(pool.Capacity(0), int64_t{0});
   EXPECT_FALSE(bool(pool.AcquireBlock(0)));
@@ -216,5 +218,3 @@ TEST(empty_pool_has_no_capacity) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

@@ -2,12 +2,14 @@
 
 #include "coordinator/cache_coordinator.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
+#include "tests/broken_invariant.h"
 
 namespace tokenspeed {
 namespace {
@@ -58,7 +60,7 @@ class Cache {
   void CachePages(std::span<const PrefixHash> hashes, BoundaryKind kind = BoundaryKind::kChunk) {
     Request request;
     const auto tokens = static_cast<int32_t>(hashes.size()) * coordinator.prefix_granularity();
-    REQUIRE(Admit(request, Demands(coordinator.NumGroups(), Dense(tokens))).has_value());
+    ASSERT_TRUE(Admit(request, Demands(coordinator.NumGroups(), Dense(tokens))).has_value());
     coordinator.CacheFullBlocks(request.tables, hashes, request.epoch, 0, kind);
     coordinator.Free(request.tables);
   }
@@ -68,7 +70,7 @@ class Cache {
     Demands demands(coordinator.NumGroups(), Dense(0));
     const int32_t granularity = coordinator.group(group).geometry().block_granularity();
     demands[group] = Sparse((slot + 1) * granularity, slot);
-    REQUIRE(Admit(request, demands).has_value());
+    ASSERT_TRUE(Admit(request, demands).has_value());
     PublishIn(group, request, hashes.subspan(slot, 1), slot, kind);
   }
 
@@ -96,7 +98,7 @@ class Cache {
   CacheCoordinator coordinator;
 };
 
-TEST(EV1_oldest_goes_first) {
+TEST(CacheCoordinator, EV1_oldest_goes_first) {
   Cache c(4, 4, {Full(4)});
   const auto old_pages = Hashes(1, 1);
   const auto new_pages = Hashes(2, 3);
@@ -109,7 +111,7 @@ TEST(EV1_oldest_goes_first) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV2_closed_prefix_loses_its_end_first) {
+TEST(CacheCoordinator, EV2_closed_prefix_loses_its_end_first) {
   Cache c(4, 4, {Full(4)});
   const auto pages = Hashes(1, 4);
   c.CachePages(pages);
@@ -119,7 +121,7 @@ TEST(EV2_closed_prefix_loses_its_end_first) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV3_probationary_boundaries_keep_the_deeper_one) {
+TEST(CacheCoordinator, EV3_probationary_boundaries_keep_the_deeper_one) {
   for (const CacheGroupSpec& spec : {State(4), Window(5, 4)}) {
     Cache c(4, 2, {spec});
     const auto pages = Hashes(1, 8);
@@ -135,7 +137,7 @@ TEST(EV3_probationary_boundaries_keep_the_deeper_one) {
   }
 }
 
-TEST(EV4_established_boundaries_outlive_probationary_ones) {
+TEST(CacheCoordinator, EV4_established_boundaries_outlive_probationary_ones) {
   for (const BoundaryKind kind : {BoundaryKind::kEndpoint, BoundaryKind::kPromoted}) {
     Cache c(4, 2, {State(4)});
     const auto pages = Hashes(1, 8);
@@ -151,7 +153,7 @@ TEST(EV4_established_boundaries_outlive_probationary_ones) {
   }
 }
 
-TEST(EV4_acquired_chunk_counts_as_established) {
+TEST(CacheCoordinator, EV4_acquired_chunk_counts_as_established) {
   Cache c(4, 2, {State(4)});
   const auto pages = Hashes(1, 8);
   Request seed;
@@ -159,7 +161,7 @@ TEST(EV4_acquired_chunk_counts_as_established) {
   c.coordinator.Free(seed.tables);
   // The next request acquires the boundary and publishes its own under the same epoch.
   Request r;
-  REQUIRE(c.AdmitPrompt(r, std::span(pages).first(3), {Dense(0)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(r, std::span(pages).first(3), {Dense(0)}).has_value());
   c.CacheSlot(0, pages, 6, BoundaryKind::kChunk, r);
   c.coordinator.Free(r.tables);
   EXPECT_EQ(c.Metadata(0, pages[2])->last_access_epoch, c.Metadata(0, pages[6])->last_access_epoch);
@@ -170,13 +172,13 @@ TEST(EV4_acquired_chunk_counts_as_established) {
   c.coordinator.Free(next.tables);
 }
 
-TEST(EV5_recency_dominates_kind) {
+TEST(CacheCoordinator, EV5_recency_dominates_kind) {
   Cache c(4, 2, {State(4)});
   const auto a = Hashes(1, 1);
   const auto b = Hashes(2, 1);
   c.CachePages(a);
   Request hit;
-  REQUIRE(c.AdmitPrompt(hit, a, {Dense(0)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(hit, a, {Dense(0)}).has_value());
   c.coordinator.Free(hit.tables);
   c.CachePages(b, BoundaryKind::kEndpoint);
   EXPECT_TRUE(c.Metadata(0, a[0])->was_acquired);
@@ -187,7 +189,7 @@ TEST(EV5_recency_dominates_kind) {
   c.coordinator.Free(next.tables);
 }
 
-TEST(EV6_within_an_epoch_closed_groups_keep_their_entries) {
+TEST(CacheCoordinator, EV6_within_an_epoch_closed_groups_keep_their_entries) {
   Cache c(4, 3, {Full(4), State(4), Full(4)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages, BoundaryKind::kEndpoint);
@@ -201,12 +203,12 @@ TEST(EV6_within_an_epoch_closed_groups_keep_their_entries) {
 // Publishes a page into the next block of group A alone (K = 2), under an epoch of its own.
 void CacheOneOfA(Cache& c, const std::vector<PrefixHash>& page) {
   Request r;
-  REQUIRE(c.Admit(r, {Dense(4), Dense(0)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(4), Dense(0)}).has_value());
   c.PublishIn(0, r, page, 0, BoundaryKind::kChunk);
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV7_victims_that_free_no_parent_are_restored) {
+TEST(CacheCoordinator, EV7_victims_that_free_no_parent_are_restored) {
   Cache c(4, 2, {Full(4, 2), Full(4, 1)});
   const auto first = Hashes(1, 1);
   const auto second = Hashes(2, 1);
@@ -214,11 +216,11 @@ TEST(EV7_victims_that_free_no_parent_are_restored) {
   // Parent 1 must hold epochs 1 and 3, parent 2 epoch 2: fill parent 1, then re-publish its second block last.
   CacheOneOfA(c, first);
   Request filler;
-  REQUIRE(c.Admit(filler, {Dense(4), Dense(0)}).has_value());  // parent 1, slot 1; epoch 2
+  ASSERT_TRUE(c.Admit(filler, {Dense(4), Dense(0)}).has_value());  // parent 1, slot 1; epoch 2
   CacheOneOfA(c, second);                                       // parent 2, slot 0; epoch 3
   c.coordinator.Free(filler.tables);
   CacheOneOfA(c, third);                                        // equally dense, so the lower id: parent 1, slot 1
-  REQUIRE(c.coordinator.device_pool().OccupiedCount(1) == 2 && c.coordinator.device_pool().OccupiedCount(2) == 1);
+  ASSERT_TRUE(c.coordinator.device_pool().OccupiedCount(1) == 2 && c.coordinator.device_pool().OccupiedCount(2) == 1);
   Request b;
   EXPECT_TRUE(c.Admit(b, {Dense(0), Dense(4)}).has_value());
   EXPECT_TRUE(c.IsCached(0, first[0]) && c.IsCached(0, third[0]));
@@ -227,11 +229,11 @@ TEST(EV7_victims_that_free_no_parent_are_restored) {
   c.coordinator.Free(b.tables);
 }
 
-TEST(EV8_hit_blocks_are_protected) {
+TEST(CacheCoordinator, EV8_hit_blocks_are_protected) {
   Cache c(4, 2, {Full(4, 2), Full(4, 1)});
   const auto pages = Hashes(1, 2);
   Request seed;
-  REQUIRE(c.Admit(seed, {Dense(8), Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(seed, {Dense(8), Dense(4)}).has_value());
   c.PublishIn(0, seed, pages, 0, BoundaryKind::kChunk);
   c.PublishIn(1, seed, std::span(pages).first(1), 0, BoundaryKind::kChunk);
   c.coordinator.Free(seed.tables);
@@ -242,7 +244,7 @@ TEST(EV8_hit_blocks_are_protected) {
   EXPECT_EQ(c.Metadata(0, pages[0])->was_acquired, false);
 }
 
-TEST(EV9_nothing_is_evicted_to_pack_more_densely) {
+TEST(CacheCoordinator, EV9_nothing_is_evicted_to_pack_more_densely) {
   Cache c(4, 2, {Full(4, 2)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages);
@@ -253,7 +255,7 @@ TEST(EV9_nothing_is_evicted_to_pack_more_densely) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV10_parent_is_rebound_when_all_its_children_go) {
+TEST(CacheCoordinator, EV10_parent_is_rebound_when_all_its_children_go) {
   Cache c(4, 1, {Full(4, 2), Full(4, 1)});
   const auto pages = Hashes(1, 2);
   CacheOneOfA(c, {pages[0]});
@@ -265,17 +267,17 @@ TEST(EV10_parent_is_rebound_when_all_its_children_go) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV11_pinned_child_holds_its_parent) {
+TEST(CacheCoordinator, EV11_pinned_child_holds_its_parent) {
   Cache c(4, 1, {Full(4, 4), Full(4, 1)});
   Request a;
-  REQUIRE(c.Admit(a, {Dense(4), Dense(0)}).has_value());
+  ASSERT_TRUE(c.Admit(a, {Dense(4), Dense(0)}).has_value());
   Request b;
   EXPECT_FALSE(c.Admit(b, {Dense(0), Dense(4)}).has_value());
   EXPECT_EQ(c.coordinator.device_pool().NumFreeSlots(0), 3);
   c.coordinator.Free(a.tables);
 }
 
-TEST(EV12_freed_slots_are_used_densest_parent_first) {
+TEST(CacheCoordinator, EV12_freed_slots_are_used_densest_parent_first) {
   Cache c(4, 2, {Full(4, 2)});
   const auto old_pages = Hashes(1, 2);
   const auto new_pages = Hashes(2, 1);
@@ -283,30 +285,30 @@ TEST(EV12_freed_slots_are_used_densest_parent_first) {
   c.CachePages(new_pages);
   Request r;
   const auto result = c.Admit(r, {Dense(12)});
-  REQUIRE(result.has_value());
+  ASSERT_TRUE(result.has_value());
   EXPECT_FALSE(c.IsCached(0, old_pages[0]) || c.IsCached(0, old_pages[1]));
   EXPECT_TRUE(c.IsCached(0, new_pages[0]));
-  EXPECT_EQ(result->new_block_ids[0], std::vector<int32_t>{4, 1, 2});
+  EXPECT_EQ(result->new_block_ids[0], (std::vector<int32_t>{4, 1, 2}));
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV13_own_expired_tail_funds_the_admission) {
+TEST(CacheCoordinator, EV13_own_expired_tail_funds_the_admission) {
   Cache c(4, 3, {State(4)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages, BoundaryKind::kEndpoint);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(8)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(8)}).has_value());
   EXPECT_TRUE(c.Admit(r, {Dense(4)}, Frontier(8)).has_value());
   EXPECT_TRUE(c.IsCached(0, pages[0]));
-  EXPECT_EQ(Held(r.tables[0]), std::vector<int32_t>{0, 1, 1});
+  EXPECT_EQ(Held(r.tables[0]), (std::vector<int32_t>{0, 1, 1}));
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV14_publication_precedes_reclamation) {
+TEST(CacheCoordinator, EV14_publication_precedes_reclamation) {
   Cache c(4, 2, {Window(5, 4)});
   const auto pages = Hashes(1, 2);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(8)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(8)}).has_value());
   const int32_t first = Ids(c.coordinator, 0, r.tables)[0];
   EXPECT_TRUE(c.Admit(r, {Dense(4)}, Completed(pages, 0, BoundaryKind::kChunk, 8)).has_value());
   EXPECT_TRUE(c.IsCached(0, pages[1]));
@@ -316,12 +318,12 @@ TEST(EV14_publication_precedes_reclamation) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV15_own_cached_expired_block_is_reused_unless_shared) {
+TEST(CacheCoordinator, EV15_own_cached_expired_block_is_reused_unless_shared) {
   for (const bool shared : {false, true}) {
     Cache c(4, 2, {Window(5, 4)});
     const auto pages = Hashes(1, 2);
     Request r;
-    REQUIRE(c.Admit(r, {Dense(8)}).has_value());
+    ASSERT_TRUE(c.Admit(r, {Dense(8)}).has_value());
     c.coordinator.CacheFullBlocks(r.tables, pages, r.epoch, 0, BoundaryKind::kChunk);
     const std::vector<int32_t> before = Ids(c.coordinator, 0, r.tables);
     CacheBlockRef other_owner = shared ? r.tables[0].blocks[0] : CacheBlockRef();
@@ -334,12 +336,12 @@ TEST(EV15_own_cached_expired_block_is_reused_unless_shared) {
   }
 }
 
-TEST(EV16_refused_admission_leaves_the_hit_as_it_was) {
+TEST(CacheCoordinator, EV16_refused_admission_leaves_the_hit_as_it_was) {
   Cache c(4, 2, {Full(4)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages);
   Request other;
-  REQUIRE(c.Admit(other, {Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(other, {Dense(4)}).has_value());
   const auto before = c.Metadata(0, pages[0]);
   for (int attempt = 0; attempt < 2; ++attempt) {
     Request r;
@@ -350,15 +352,15 @@ TEST(EV16_refused_admission_leaves_the_hit_as_it_was) {
   c.coordinator.Free(other.tables);
 }
 
-TEST(EV17_request_keeps_its_first_epoch) {
+TEST(CacheCoordinator, EV17_request_keeps_its_first_epoch) {
   Cache c(4, 8, {Full(4)});
   const auto pages = Hashes(1, 2);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(4)}).has_value());
   Request too_big;
   EXPECT_FALSE(c.Admit(too_big, {Dense(400)}).has_value());
   Request newer;
-  REQUIRE(c.Admit(newer, {Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(newer, {Dense(4)}).has_value());
   EXPECT_EQ(newer.epoch, r.epoch + 1);
   EXPECT_TRUE(c.Admit(r, {Dense(4)}, Completed(std::span(pages).first(1), 0, BoundaryKind::kChunk, 4)).has_value());
   c.coordinator.CacheCompletedBlocks(r.tables, Completed(pages, 1, BoundaryKind::kEndpoint, 8), r.epoch);
@@ -370,7 +372,7 @@ TEST(EV17_request_keeps_its_first_epoch) {
   c.coordinator.Free(newer.tables);
 }
 
-TEST(EV18_groups_share_the_parents) {
+TEST(CacheCoordinator, EV18_groups_share_the_parents) {
   Cache c(4, 5, {Full(4), Window(10, 4)});
   Request r;
   EXPECT_FALSE(c.Admit(r, {Dense(12), Dense(12)}).has_value());
@@ -378,7 +380,7 @@ TEST(EV18_groups_share_the_parents) {
   EXPECT_TRUE(r.tables[0].blocks.empty() && r.tables[1].blocks.empty());
 }
 
-TEST(EV19_holes_beside_cached_children_are_used) {
+TEST(CacheCoordinator, EV19_holes_beside_cached_children_are_used) {
   Cache c(4, 2, {Full(4, 2), Full(4, 1)});
   const auto pages = Hashes(1, 1);
   CacheOneOfA(c, pages);
@@ -391,25 +393,25 @@ TEST(EV19_holes_beside_cached_children_are_used) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(EV20_only_fresh_blocks_are_reported) {
+TEST(CacheCoordinator, EV20_only_fresh_blocks_are_reported) {
   Cache c(4, 4, {Full(4, 4), State(4)});
   Request r;
   const auto first = c.Admit(r, {Dense(5), Dense(1)});
-  REQUIRE(first.has_value());
-  EXPECT_EQ(first->new_block_ids, std::vector<std::vector<int32_t>>{{1, 2}, {2}});
+  ASSERT_TRUE(first.has_value());
+  EXPECT_EQ(first->new_block_ids, (std::vector<std::vector<int32_t>>{{1, 2}, {2}}));
   const auto second = c.Admit(r, {Dense(1), Dense(1)});
-  REQUIRE(second.has_value());
-  EXPECT_EQ(second->new_block_ids, std::vector<std::vector<int32_t>>{{}, {}});
+  ASSERT_TRUE(second.has_value());
+  EXPECT_EQ(second->new_block_ids, (std::vector<std::vector<int32_t>>{{}, {}}));
   c.coordinator.Free(r.tables);
 }
 
-TEST(ST12_snapshots_are_published_only_at_materialised_boundaries) {
+TEST(CacheCoordinator, ST12_snapshots_are_published_only_at_materialised_boundaries) {
   Cache c(4, 16, {State(2)});
   const auto pages = Hashes(1, 3);
   const std::vector<int32_t> boundaries = {4, 8, 16};
   const RequestProgress progress = Completed(pages, 0, BoundaryKind::kEndpoint, 13, boundaries);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(13)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(13)}).has_value());
   EXPECT_FALSE(c.Admit(r, {Dense(1000)}, progress).has_value());
   EXPECT_EQ(c.coordinator.group(0).index().NumEntries(c.coordinator.device_pool()), 0);
   EXPECT_TRUE(c.Admit(r, {Dense(0)}, progress).has_value());
@@ -419,12 +421,12 @@ TEST(ST12_snapshots_are_published_only_at_materialised_boundaries) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(ST13_snapshot_of_a_mere_chunk_is_not_published) {
+TEST(CacheCoordinator, ST13_snapshot_of_a_mere_chunk_is_not_published) {
   Cache c(4, 16, {State(4)});
   const auto pages = Hashes(1, 1);
   const std::vector<int32_t> boundaries = {4};
   Request r;
-  REQUIRE(c.Admit(r, {Dense(5)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(5)}).has_value());
   c.coordinator.CacheCompletedBlocks(r.tables, Completed(pages, 0, BoundaryKind::kChunk, 4, boundaries), r.epoch);
   EXPECT_FALSE(c.IsCached(0, pages[0]));
   RequestProgress progress = Completed(pages, 0, BoundaryKind::kChunk, 4, boundaries);
@@ -434,11 +436,11 @@ TEST(ST13_snapshot_of_a_mere_chunk_is_not_published) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(I25_a_replayable_group_publishes_nothing_and_counts_for_nothing) {
+TEST(CacheCoordinator, I25_a_replayable_group_publishes_nothing_and_counts_for_nothing) {
   Cache c(4, 16, {Full(4), Replayable(6, 2)});
   const auto pages = Hashes(1, 2);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(8), Dense(8)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(8), Dense(8)}).has_value());
   c.coordinator.CacheCompletedBlocks(r.tables, Completed(pages, 0, BoundaryKind::kEndpoint, 8), r.epoch);
   c.coordinator.CacheFullBlocks(r.tables, pages, r.epoch, 0, BoundaryKind::kChunk);
   EXPECT_EQ(c.coordinator.group(0).index().NumEntries(c.coordinator.device_pool()), 2);
@@ -448,13 +450,13 @@ TEST(I25_a_replayable_group_publishes_nothing_and_counts_for_nothing) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(replayable_tables_begin_a_window_below_the_hit) {
+TEST(CacheCoordinator, replayable_tables_begin_a_window_below_the_hit) {
   // The window of 6 rules for both; a remote landing, already sparse, is left alone.
   Cache c(4, 24, {Full(4), Replayable(6, 2), Replayable(2, 4)});
   const auto pages = Hashes(1, 3);
   c.CachePages(pages);
   Request r;
-  REQUIRE(c.AdmitPrompt(r, pages, {Dense(3), Dense(3, 2), Dense(3)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(r, pages, {Dense(3), Dense(3, 2), Dense(3)}).has_value());
   EXPECT_EQ(r.tables[0].NumSlots(), 4);
   EXPECT_EQ(Held(r.tables[1]), (std::vector<int32_t>{0, 0, 0, 1, 1, 1, 1, 1, 1}));
   EXPECT_EQ(r.tables[1].available_tokens, 3);
@@ -462,38 +464,38 @@ TEST(replayable_tables_begin_a_window_below_the_hit) {
   c.coordinator.Free(r.tables);
 
   Request remote;
-  REQUIRE(c.AdmitPrompt(remote, pages, {Dense(3), Sparse(15, 5), Dense(3)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(remote, pages, {Dense(3), Sparse(15, 5), Dense(3)}).has_value());
   EXPECT_EQ(Held(remote.tables[1]), (std::vector<int32_t>{0, 0, 0, 0, 0, 1, 1, 1}));
   c.coordinator.Free(remote.tables);
 }
 
-TEST(a_short_hit_is_replayed_from_the_start) {
+TEST(CacheCoordinator, a_short_hit_is_replayed_from_the_start) {
   Cache c(4, 24, {Full(4), Replayable(6, 2)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages);
   Request r;
-  REQUIRE(c.AdmitPrompt(r, pages, {Dense(2), Dense(2)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(r, pages, {Dense(2), Dense(2)}).has_value());
   EXPECT_EQ(Held(r.tables[1]), (std::vector<int32_t>{1, 1, 1}));
   c.coordinator.Free(r.tables);
 }
 
-TEST(a_cache_in_which_nobody_shares_matches_nothing) {
+TEST(CacheCoordinator, a_cache_in_which_nobody_shares_matches_nothing) {
   Cache c(4, 8, {Replayable(6, 2)});
   EXPECT_EQ(c.coordinator.ProbePrefix(Hashes(1, 2)).device_prefix_tokens(), 0);
 }
 
-TEST(hit_shares_blocks_between_requests) {
+TEST(CacheCoordinator, hit_shares_blocks_between_requests) {
   Cache c(4, 9, {Full(4), Window(5, 4)});
   const auto pages = Hashes(1, 3);
   c.CachePages(pages);
   Request a;
   Request b;
   const auto first = c.AdmitPrompt(a, pages, {Dense(1), Dense(0)});
-  REQUIRE(first.has_value());
+  ASSERT_TRUE(first.has_value());
   EXPECT_EQ(first->device_prefix_tokens, 12);
-  EXPECT_EQ(Held(a.tables[1]), std::vector<int32_t>{0, 0, 1});
+  EXPECT_EQ(Held(a.tables[1]), (std::vector<int32_t>{0, 0, 1}));
   EXPECT_EQ(a.tables[1].reclaimed_prefix_blocks, 2);
-  REQUIRE(c.AdmitPrompt(b, pages, {Dense(1), Dense(0)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(b, pages, {Dense(1), Dense(0)}).has_value());
   const std::vector<int32_t> ids_a = Ids(c.coordinator, 0, a.tables);
   const std::vector<int32_t> ids_b = Ids(c.coordinator, 0, b.tables);
   EXPECT_TRUE(std::equal(ids_a.begin(), ids_a.begin() + 3, ids_b.begin()));
@@ -508,12 +510,12 @@ TEST(hit_shares_blocks_between_requests) {
   c.coordinator.Free(b.tables);
 }
 
-TEST(duplicate_computation_is_folded_into_the_canonical_block) {
+TEST(CacheCoordinator, duplicate_computation_is_folded_into_the_canonical_block) {
   Cache c(4, 4, {Full(4)});
   const auto pages = Hashes(1, 1);
   Request a;
   Request b;
-  REQUIRE(c.Admit(a, {Dense(4)}).has_value() && c.Admit(b, {Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(a, {Dense(4)}).has_value() && c.Admit(b, {Dense(4)}).has_value());
   c.coordinator.CacheCompletedBlocks(a.tables, Completed(pages, 0, BoundaryKind::kChunk, 4), a.epoch);
   EXPECT_EQ(c.coordinator.NumEmptyLcmBlocks(), 2);
   c.coordinator.CacheCompletedBlocks(b.tables, Completed(pages, 0, BoundaryKind::kChunk, 4), b.epoch);
@@ -524,12 +526,12 @@ TEST(duplicate_computation_is_folded_into_the_canonical_block) {
   c.coordinator.Free(b.tables);
 }
 
-TEST(clearing_is_refused_while_a_cached_block_is_in_use) {
+TEST(CacheCoordinator, clearing_is_refused_while_a_cached_block_is_in_use) {
   Cache c(4, 8, {Full(4), Window(5, 4)});
   const auto pages = Hashes(1, 2);
   c.CachePages(pages);
   Request r;
-  REQUIRE(c.AdmitPrompt(r, pages, {Dense(4), Dense(4)}).has_value());
+  ASSERT_TRUE(c.AdmitPrompt(r, pages, {Dense(4), Dense(4)}).has_value());
   EXPECT_FALSE(c.coordinator.CacheIsClearable());
   EXPECT_FALSE(c.coordinator.ClearDeviceCache());
   EXPECT_TRUE(c.IsCached(0, pages[1]) && c.IsCached(1, pages[0]));
@@ -544,12 +546,12 @@ TEST(clearing_is_refused_while_a_cached_block_is_in_use) {
   EXPECT_EQ(c.coordinator.ProbePrefix(pages).device_prefix_tokens(), 0);
 }
 
-TEST(residency_folds_groups_and_offsets) {
+TEST(CacheCoordinator, residency_folds_groups_and_offsets) {
   Cache c(4, 8, {Full(4), Window(9, 2, 2)});
   const auto pages = Hashes(1, 2);
   EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kNone);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(4), Dense(4)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(4), Dense(4)}).has_value());
   c.PublishIn(1, r, std::span(pages).first(1), 0, BoundaryKind::kChunk);
   EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kPartial);
   c.coordinator.CacheFullBlocks(r.tables, std::span(pages).first(1), r.epoch, 0, BoundaryKind::kChunk);
@@ -558,13 +560,13 @@ TEST(residency_folds_groups_and_offsets) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(newly_releasable_parents_are_those_nobody_else_holds) {
+TEST(CacheCoordinator, newly_releasable_parents_are_those_nobody_else_holds) {
   Cache c(4, 4, {Full(4, 2)});
   const auto pages = Hashes(1, 1);
   Request a;
   Request b;
-  REQUIRE(c.Admit(a, {Dense(12)}).has_value());  // parents 1 (both) and 2
-  REQUIRE(c.Admit(b, {Dense(4)}).has_value());   // the other half of parent 2
+  ASSERT_TRUE(c.Admit(a, {Dense(12)}).has_value());  // parents 1 (both) and 2
+  ASSERT_TRUE(c.Admit(b, {Dense(4)}).has_value());   // the other half of parent 2
   EXPECT_EQ(c.coordinator.NumNewlyReleasableLcmBlocks(a.tables), 1);
   EXPECT_EQ(c.coordinator.NumNewlyReleasableLcmBlocks(b.tables), 0);
   // A cached block that only the table and the index hold does not keep its parent.
@@ -579,21 +581,21 @@ TEST(newly_releasable_parents_are_those_nobody_else_holds) {
   EXPECT_EQ(c.coordinator.NumAvailableLcmBlocks(), 4);
 }
 
-TEST(evictable_neighbour_does_not_keep_a_parent) {
+TEST(CacheCoordinator, evictable_neighbour_does_not_keep_a_parent) {
   Cache c(4, 4, {Full(4, 2)});
   const auto pages = Hashes(1, 1);
   c.CachePages(pages);  // parent 1, slot 0, unpinned
   Request r;
-  REQUIRE(c.Admit(r, {Dense(4)}).has_value());  // parent 1, slot 1
+  ASSERT_TRUE(c.Admit(r, {Dense(4)}).has_value());  // parent 1, slot 1
   EXPECT_EQ(c.coordinator.NumNewlyReleasableLcmBlocks(r.tables), 1);
   c.coordinator.Free(r.tables);
 }
 
-TEST(progress_must_be_plausible) {
+TEST(CacheCoordinator, progress_must_be_plausible) {
   Cache c(4, 4, {Full(4)});
   const auto pages = Hashes(1, 2);
   Request r;
-  REQUIRE(c.Admit(r, {Dense(8)}).has_value());
+  ASSERT_TRUE(c.Admit(r, {Dense(8)}).has_value());
   EXPECT_FATAL(c.Admit(r, {Dense(0)}, Completed(pages, 0, BoundaryKind::kChunk, 7)));
   EXPECT_FATAL(c.Admit(r, {Dense(0)}, Completed(pages, 2, BoundaryKind::kChunk, 8)));
   RequestProgress no_frontier = Completed(pages, 0, BoundaryKind::kChunk, 8);
@@ -604,7 +606,7 @@ TEST(progress_must_be_plausible) {
   c.coordinator.Free(r.tables);
 }
 
-TEST(configuration_must_be_consistent) {
+TEST(CacheCoordinator, configuration_must_be_consistent) {
   EXPECT_FATAL(CacheCoordinator(4, 1, std::vector<CacheGroupSpec>{}));
   EXPECT_FATAL(CacheCoordinator(0, 1, std::vector{Full(4)}));
   EXPECT_FATAL(CacheCoordinator(4, 1, std::vector{Full(3)}));
@@ -614,5 +616,3 @@ TEST(configuration_must_be_consistent) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

@@ -2,7 +2,8 @@
 
 #include "scheduler/cache_progress.h"
 
-#include "tests/testing.h"
+#include <gtest/gtest.h>
+
 
 namespace tokenspeed {
 namespace {
@@ -12,7 +13,7 @@ std::vector<int32_t> Boundaries(const CacheProgress& progress) {
   return {view.begin(), view.end()};
 }
 
-TEST(ST11_boundaries_are_recorded_once_aligned_and_in_order) {
+TEST(CacheProgress, ST11_boundaries_are_recorded_once_aligned_and_in_order) {
   CacheProgress progress;
   for (const int32_t boundary : {4, 4, 8, 13, 16, 12, 0}) progress.Record(boundary, 4);
   EXPECT_EQ(Boundaries(progress), (std::vector<int32_t>{4, 8, 16}));
@@ -20,7 +21,7 @@ TEST(ST11_boundaries_are_recorded_once_aligned_and_in_order) {
   EXPECT_FALSE(progress.HasMaterialized(12));
 }
 
-TEST(a_boundary_that_is_hashed_already_proves_nothing) {
+TEST(CacheProgress, a_boundary_that_is_hashed_already_proves_nothing) {
   CacheProgress progress;
   progress.num_hashed_pages = 2;
   progress.Record(8, 4);
@@ -29,7 +30,7 @@ TEST(a_boundary_that_is_hashed_already_proves_nothing) {
   EXPECT_EQ(Boundaries(progress), (std::vector<int32_t>{12}));
 }
 
-TEST(ST12_only_hashed_boundaries_are_forgotten) {
+TEST(CacheProgress, ST12_only_hashed_boundaries_are_forgotten) {
   CacheProgress progress;
   for (const int32_t boundary : {4, 8, 16}) progress.Record(boundary, 4);
   progress.num_hashed_pages = 3;
@@ -42,5 +43,3 @@ TEST(ST12_only_hashed_boundaries_are_forgotten) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

@@ -1,16 +1,17 @@
 // The cache under random workloads: see cache_workload.h for what is checked after every step.
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <random>
 #include <vector>
 
 #include "tests/cache_workload.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
 
-TEST(random_workloads_read_only_what_they_wrote) {
+TEST(CacheProperty, random_workloads_read_only_what_they_wrote) {
   int hits = 0;
   int refusals = 0;
   for (uint64_t seed = 1; seed <= 150; ++seed) {
@@ -21,10 +22,7 @@ TEST(random_workloads_read_only_what_they_wrote) {
     workload.Run();
     hits += workload.hits();
     refusals += workload.refusals();
-    if (testing::FailureCount() > 0) {
-      testing::Fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
-      return;
-    }
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "seed " << seed;
   }
   // The workloads must reach what they are there to test.
   EXPECT_TRUE(hits > 500);
@@ -33,5 +31,3 @@ TEST(random_workloads_read_only_what_they_wrote) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

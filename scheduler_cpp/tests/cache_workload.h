@@ -8,7 +8,7 @@
 // - a refused admission leaves pool, indexes, tables and epochs as they were (I16);
 // - in the end every block returns (I50).
 //
-// The same workload runs under a seeded generator in a test and under a fuzzer. Failures go through testing.h.
+// The same workload runs under a seeded generator in a test and under a fuzzer. Failures are GoogleTest's.
 
 #ifndef TOKENSPEED_TESTS_CACHE_WORKLOAD_H_
 #define TOKENSPEED_TESTS_CACHE_WORKLOAD_H_
@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
 
 namespace tokenspeed::testing {
 

@@ -1,8 +1,9 @@
 // The arithmetic of chunks and reserves, against the tables of the specification (S-AR).
 
 #include "scheduler/prefill_chunk.h"
+
+#include <gtest/gtest.h>
 #include "scheduler/reserve.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -22,7 +23,7 @@ CacheGroupConfig State() {
   return group;
 }
 
-TEST(AlignedChunksEndOnPagesOrComplete) {
+TEST(ChunkArithmetic, AlignedChunksEndOnPagesOrComplete) {
   EXPECT_EQ(AlignPrefillChunk(16, 24, 24, 4, 32), 16);
   EXPECT_EQ(AlignPrefillChunk(16, 24, 8, 4, 32), 8);
   EXPECT_EQ(AlignPrefillChunk(24, 16, 16, 4, 32), 8);
@@ -36,7 +37,7 @@ TEST(AlignedChunksEndOnPagesOrComplete) {
   EXPECT_EQ(AlignPrefillChunk(51200, 100, 100, 128, 0), 100);
 }
 
-TEST(AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
+TEST(ChunkArithmetic, AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
   EXPECT_EQ(FirstSnapshotTokens(50432, 51300, 128), 51200);
   EXPECT_EQ(FirstSnapshotTokens(51200, 51300, 128), 51300);
   EXPECT_EQ(FirstSnapshotTokens(0, 10, 8), 8);
@@ -45,7 +46,7 @@ TEST(AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
   EXPECT_EQ(FirstSnapshotTokens(0, 3, 8), 3);
 }
 
-TEST(AChunkLeavesAWholeReplayWindowOrNothing) {
+TEST(ChunkArithmetic, AChunkLeavesAWholeReplayWindowOrNothing) {
   EXPECT_EQ(ChunkKeepingFinalWindow(30, 30, 8), 30);
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 72, 8), 64);
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 100, 8), 64);
@@ -56,7 +57,7 @@ TEST(AChunkLeavesAWholeReplayWindowOrNothing) {
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 70, 0), 64);
 }
 
-TEST(ReplayTakesItsPartOfTheBudget) {
+TEST(ChunkArithmetic, ReplayTakesItsPartOfTheBudget) {
   const PrefillChunkRules rules{.prefix_granularity = 4, .replay_window = 8, .has_state_group = false};
   EXPECT_EQ(rules.ChunkTokens(16, true, 100, 40, 0), 32);
   EXPECT_EQ(rules.ChunkTokens(4, true, 100, 40, 0), 36);
@@ -68,7 +69,7 @@ TEST(ReplayTakesItsPartOfTheBudget) {
   EXPECT_EQ(rules.ChunkTokens(48, true, 8, 64, 52), 8);
 }
 
-TEST(APromotionAlignsWhenTheBudgetAllowsAndNeverStopsAPrompt) {
+TEST(ChunkArithmetic, APromotionAlignsWhenTheBudgetAllowsAndNeverStopsAPrompt) {
   const PrefillChunkRules rules{.prefix_granularity = 4, .replay_window = 0, .has_state_group = false};
   EXPECT_EQ(rules.ChunkTokens(0, true, 100, 6, 8), 4);
   EXPECT_EQ(rules.ChunkTokens(0, true, 100, 3, 8), 3);
@@ -78,7 +79,7 @@ TEST(APromotionAlignsWhenTheBudgetAllowsAndNeverStopsAPrompt) {
   EXPECT_EQ(state.ChunkTokens(0, true, 100, 3, 8), 0);
 }
 
-TEST(TheBudgetThatIsSureToMoveAPrefill) {
+TEST(ChunkArithmetic, TheBudgetThatIsSureToMoveAPrefill) {
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 4, .replay_window = 8}.MinChunkTokens()), 16);
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 16, .replay_window = 8}.MinChunkTokens()), 24);
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 4}.MinChunkTokens()), 0);
@@ -86,7 +87,7 @@ TEST(TheBudgetThatIsSureToMoveAPrefill) {
             4);
 }
 
-TEST(ReservesPerKindOfGroup) {
+TEST(ChunkArithmetic, ReservesPerKindOfGroup) {
   const PrefillReserve open{.decode_width = 2, .prompt_headroom = 30};
   EXPECT_EQ(open.TokensFor(Full()), 30);
   EXPECT_EQ(open.TokensFor(Sliding(8)), 0);
@@ -97,7 +98,7 @@ TEST(ReservesPerKindOfGroup) {
   EXPECT_EQ(complete.TokensFor(State()), 4);
 }
 
-TEST(ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
+TEST(ChunkArithmetic, ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
   const auto tokens = [](bool completes, int64_t headroom, int64_t unrecycled) {
     const PrefillReserve reserve{
         .decode_width = 2, .completes = completes, .prompt_headroom = headroom, .unrecycled = unrecycled};
@@ -109,7 +110,7 @@ TEST(ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
   EXPECT_EQ(tokens(true, 0, 20), 2);
 }
 
-TEST(HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
+TEST(ChunkArithmetic, HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
   const auto headroom = [](int64_t retractions, int64_t generated, int64_t max_new) {
     return GenerationBudget{.max_new_tokens = max_new, .generated = generated, .retractions = retractions}
         .AdmissionHeadroom();
@@ -122,7 +123,7 @@ TEST(HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
   EXPECT_EQ(headroom(0, 0, 0), 0);
 }
 
-TEST(CoverIsJudgedOnTheRestAtAdmission) {
+TEST(ChunkArithmetic, CoverIsJudgedOnTheRestAtAdmission) {
   EXPECT_FALSE((GenerationBudget{.max_new_tokens = 6000, .generated = 4097}.ReserveCoversGeneration()));
   EXPECT_TRUE((GenerationBudget{
       .max_new_tokens = 6000, .generated = 1000, .generated_at_admission = 1000, .retractions = 1}
@@ -132,5 +133,3 @@ TEST(CoverIsJudgedOnTheRestAtAdmission) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

@@ -2,7 +2,8 @@
 
 #include "scheduler/forward_batch.h"
 
-#include "tests/testing.h"
+#include <gtest/gtest.h>
+
 
 namespace tokenspeed {
 namespace {
@@ -17,20 +18,20 @@ ForwardBatch Decodes(const std::vector<Tables>& rows, const std::vector<std::str
   return batch;
 }
 
-TEST(ShorterRowsArePaddedAndHolesStay) {
+TEST(ForwardBatch, ShorterRowsArePaddedAndHolesStay) {
   const ForwardBatch batch = Decodes({{{10, 11, 12}}, {{20}}}, {"g"});
   EXPECT_EQ(batch.block_tables.at("g").ids, (std::vector<int32_t>{10, 11, 12, 20, -1, -1}));
   const ForwardBatch holes = Decodes({{{0, 31}}, {{40}}}, {"g"});
   EXPECT_EQ(holes.block_tables.at("g").ids, (std::vector<int32_t>{0, 31, 40, -1}));
 }
 
-TEST(AGroupThatOneRowHasGetsAKeyAndTheOthersPadding) {
+TEST(ForwardBatch, AGroupThatOneRowHasGetsAKeyAndTheOthersPadding) {
   const ForwardBatch batch = Decodes({{{1}, {}}, {{2}, {5, 6}}}, {"a", "b", "c"});
   EXPECT_EQ(batch.block_tables.size(), std::size_t{2});
   EXPECT_EQ(batch.block_tables.at("b").ids, (std::vector<int32_t>{-1, -1, 5, 6}));
 }
 
-TEST(PrefillRowsComeFirstWhateverTheOrderOfArrival) {
+TEST(ForwardBatch, PrefillRowsComeFirstWhateverTheOrderOfArrival) {
   const std::string decode = "d";
   const std::string prefill = "p";
   const Tables tables = {{1}};
@@ -56,5 +57,3 @@ TEST(PrefillRowsComeFirstWhateverTheOrderOfArrival) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

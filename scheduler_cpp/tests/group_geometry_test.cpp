@@ -2,11 +2,13 @@
 
 #include "coordinator/group_geometry.h"
 
+#include <gtest/gtest.h>
+
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
+#include "tests/broken_invariant.h"
 
 namespace tokenspeed {
 namespace {
@@ -39,7 +41,7 @@ struct Resident {
   std::optional<uint64_t> epoch;
 };
 
-TEST(GT1_growth_uses_the_tail_first) {
+TEST(GroupGeometry, GT1_growth_uses_the_tail_first) {
   Resident r(4, 8, {Full(4)});
   EXPECT_TRUE(r.Admit({Dense(3)}));
   EXPECT_EQ(r.Blocks(0), 1);
@@ -49,14 +51,14 @@ TEST(GT1_growth_uses_the_tail_first) {
   EXPECT_EQ(r.Available(0), 0);
 }
 
-TEST(GT2_growth_across_blocks) {
+TEST(GroupGeometry, GT2_growth_across_blocks) {
   Resident r(4, 8, {Full(4)});
   EXPECT_TRUE(r.Admit({Dense(2)}) && r.Admit({Dense(7)}));
   EXPECT_EQ(r.Blocks(0), 3);
   EXPECT_EQ(r.Available(0), 3);
 }
 
-TEST(GT3_reserve_is_capacity_and_consuming_it_touches_no_block) {
+TEST(GroupGeometry, GT3_reserve_is_capacity_and_consuming_it_touches_no_block) {
   Resident r(4, 8, {Full(4)});
   EXPECT_TRUE(r.Admit({Dense(1, 8)}));
   EXPECT_EQ(r.Blocks(0), 3);
@@ -70,14 +72,14 @@ TEST(GT3_reserve_is_capacity_and_consuming_it_touches_no_block) {
   EXPECT_FATAL(r.cache.ConsumeReservedTokens(r.tables, -1));
 }
 
-TEST(GT4_refused_growth_changes_nothing) {
+TEST(GroupGeometry, GT4_refused_growth_changes_nothing) {
   Resident r(4, 2, {Full(4)});
   EXPECT_FALSE(r.Admit({Dense(12)}));
   EXPECT_EQ(r.Blocks(0), 0);
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 2);
 }
 
-TEST(GT5_window_drops_what_no_query_can_read) {
+TEST(GroupGeometry, GT5_window_drops_what_no_query_can_read) {
   const std::vector<std::pair<int32_t, int32_t>> holes_at = {{0, 0}, {4, 0}, {5, 1}, {6, 1}, {7, 2}};
   for (const auto& [frontier, holes] : holes_at) {
     Resident r(2, 8, {Window(4, 2)});
@@ -90,14 +92,14 @@ TEST(GT5_window_drops_what_no_query_can_read) {
   }
 }
 
-TEST(GT6_state_keeps_the_snapshot_below_the_frontier) {
+TEST(GroupGeometry, GT6_state_keeps_the_snapshot_below_the_frontier) {
   Resident r(4, 8, {State(4)});
   EXPECT_TRUE(r.Admit({Dense(16)}));
   EXPECT_TRUE(r.Admit({Dense(0)}, Frontier(16)));
-  EXPECT_EQ(Held(r.tables[0]), std::vector<int32_t>{0, 0, 0, 1});
+  EXPECT_EQ(Held(r.tables[0]), (std::vector<int32_t>{0, 0, 0, 1}));
 }
 
-TEST(GT7_expired_slots_of_all_groups_return) {
+TEST(GroupGeometry, GT7_expired_slots_of_all_groups_return) {
   Resident r(2, 15, {Full(2), Window(6, 2), Window(2, 2)});
   EXPECT_TRUE(r.Admit({Dense(10), Dense(10), Dense(10)}));
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 0);
@@ -108,11 +110,11 @@ TEST(GT7_expired_slots_of_all_groups_return) {
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 6);
 }
 
-TEST(GT8_sparse_suffix_materialises_only_its_blocks) {
+TEST(GroupGeometry, GT8_sparse_suffix_materialises_only_its_blocks) {
   Resident r(2, 5, {Full(2, 2), State(2)});
   EXPECT_TRUE(r.Admit({Dense(8, 1), Sparse(8, 3, 1)}));
   EXPECT_EQ(r.Blocks(0), 5);
-  EXPECT_EQ(Held(r.tables[1]), std::vector<int32_t>{0, 0, 0, 1, 1});
+  EXPECT_EQ(Held(r.tables[1]), (std::vector<int32_t>{0, 0, 0, 1, 1}));
   EXPECT_EQ(r.Available(0), 2);
   EXPECT_EQ(r.Available(1), 2);
   EXPECT_EQ(r.tables[1].reclaimed_prefix_blocks, 3);
@@ -124,20 +126,20 @@ TEST(GT8_sparse_suffix_materialises_only_its_blocks) {
   EXPECT_EQ(smaller.cache.NumEmptyLcmBlocks(), 4);
 }
 
-TEST(GT9_successive_sparse_suffixes_keep_the_last_snapshot) {
+TEST(GroupGeometry, GT9_successive_sparse_suffixes_keep_the_last_snapshot) {
   Resident r(2, 4, {State(2)});
   EXPECT_TRUE(r.Admit({Sparse(8, 3)}, Frontier(0)));
-  EXPECT_EQ(Held(r.tables[0]), std::vector<int32_t>{0, 0, 0, 1});
+  EXPECT_EQ(Held(r.tables[0]), (std::vector<int32_t>{0, 0, 0, 1}));
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 3);
   EXPECT_TRUE(r.Admit({Sparse(16, 7)}, Frontier(8)));
-  EXPECT_EQ(Held(r.tables[0]), std::vector<int32_t>{0, 0, 0, 1, 0, 0, 0, 1});
+  EXPECT_EQ(Held(r.tables[0]), (std::vector<int32_t>{0, 0, 0, 1, 0, 0, 0, 1}));
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 2);
   EXPECT_TRUE(r.Admit({Sparse(24, 11)}, Frontier(16)));
-  EXPECT_EQ(Held(r.tables[0]), std::vector<int32_t>{0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1});
+  EXPECT_EQ(Held(r.tables[0]), (std::vector<int32_t>{0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1}));
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 2);
 }
 
-TEST(GT10_frontier_moves_slot_by_slot) {
+TEST(GroupGeometry, GT10_frontier_moves_slot_by_slot) {
   Resident r(2, 16, {Full(2), Window(4, 2)});
   EXPECT_TRUE(r.Admit({Dense(4), Dense(4)}));
   const std::vector<std::vector<int32_t>> first_slots = {{1, 1}, {0, 1}, {0, 1}, {0, 0}};
@@ -149,21 +151,21 @@ TEST(GT10_frontier_moves_slot_by_slot) {
   }
 }
 
-TEST(GT11_claimed_pages_are_full) {
+TEST(GroupGeometry, GT11_claimed_pages_are_full) {
   Resident r(4, 8, {Full(4)});
   const auto hashes = testing::Hashes(1, 1);
   EXPECT_TRUE(r.Admit({Dense(4)}));
   r.cache.CacheFullBlocks(r.tables, hashes, *r.epoch, 0, BoundaryKind::kChunk);
   r.cache.Free(r.tables);
   const auto result = r.cache.Admit(r.cache.ProbePrefix(hashes), r.tables, std::vector{Dense(3)}, {});
-  REQUIRE(result.has_value());
+  ASSERT_TRUE(result.has_value());
   EXPECT_EQ(result->device_prefix_tokens, 4);
   EXPECT_EQ(r.Blocks(0), 2);
   EXPECT_EQ(r.Available(0), 1);
   EXPECT_EQ(result->new_block_ids[0].size(), std::size_t{1});
 }
 
-TEST(GT12_hits_are_claimed_into_empty_tables_only) {
+TEST(GroupGeometry, GT12_hits_are_claimed_into_empty_tables_only) {
   Resident r(4, 8, {Full(4)});
   EXPECT_TRUE(r.Admit({Dense(4)}));
   const GroupAllocator& allocator = r.cache.group(0).allocator();
@@ -173,7 +175,7 @@ TEST(GT12_hits_are_claimed_into_empty_tables_only) {
   EXPECT_FATAL(r.cache.Admit(r.cache.ProbePrefix(hashes), r.tables, std::vector{Dense(1)}, {}));
 }
 
-TEST(leading_holes_of_a_hit_become_the_frontier) {
+TEST(GroupGeometry, leading_holes_of_a_hit_become_the_frontier) {
   BlockPool pool(4, {1});
   const GroupAllocator allocator(pool, 0, 1, 1);
   BlockTable table;
@@ -181,10 +183,10 @@ TEST(leading_holes_of_a_hit_become_the_frontier) {
   hit[2] = pool.AcquireBlock(0);
   allocator.ClaimHitBlocks(table, hit);
   EXPECT_EQ(table.reclaimed_prefix_blocks, 2);
-  EXPECT_EQ(allocator.BlockIds(table), std::vector<int32_t>{0, 0, 1});
+  EXPECT_EQ(allocator.BlockIds(table), (std::vector<int32_t>{0, 0, 1}));
   std::vector<int32_t> row(5, -1);
   allocator.WriteBlockIds(table, row);
-  EXPECT_EQ(row, std::vector<int32_t>{0, 0, 1, -1, -1});
+  EXPECT_EQ(row, (std::vector<int32_t>{0, 0, 1, -1, -1}));
   EXPECT_FATAL(allocator.WriteBlockIds(table, std::span(row).first(2)));
   hit.clear();
   allocator.Free(table);
@@ -192,26 +194,26 @@ TEST(leading_holes_of_a_hit_become_the_frontier) {
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 4);
 }
 
-TEST(tables_are_released_from_the_last_slot_to_the_first) {
+TEST(GroupGeometry, tables_are_released_from_the_last_slot_to_the_first) {
   Resident r(4, 3, {Full(4)});
   EXPECT_TRUE(r.Admit({Dense(12)}));
   r.cache.Free(r.tables);
   EXPECT_TRUE(r.Admit({Dense(12)}));
-  EXPECT_EQ(testing::Ids(r.cache, 0, r.tables), std::vector<int32_t>{3, 2, 1});
+  EXPECT_EQ(testing::Ids(r.cache, 0, r.tables), (std::vector<int32_t>{3, 2, 1}));
 }
 
-TEST(sharded_tables_prefer_the_least_loaded_owner) {
+TEST(GroupGeometry, sharded_tables_prefer_the_least_loaded_owner) {
   Resident r(4, 2, {Full(4, 4, 2)});
   EXPECT_TRUE(r.Admit({Dense(12)}));
-  EXPECT_EQ(testing::Ids(r.cache, 0, r.tables), std::vector<int32_t>{1, 2, 3});
+  EXPECT_EQ(testing::Ids(r.cache, 0, r.tables), (std::vector<int32_t>{1, 2, 3}));
   std::vector<BlockTable> other = r.cache.MakeTables();
   EXPECT_TRUE(r.cache.Admit(r.cache.ProbePrefix({}), other, std::vector{Dense(8)}, {}).has_value());
   // The other request takes the hole that is left in parent 1, of owner 1, and then opens parent 2 at owner 0.
-  EXPECT_EQ(testing::Ids(r.cache, 0, other), std::vector<int32_t>{4, 5});
+  EXPECT_EQ(testing::Ids(r.cache, 0, other), (std::vector<int32_t>{4, 5}));
   r.cache.Free(other);
 }
 
-TEST(geometry_by_kind) {
+TEST(GroupGeometry, geometry_by_kind) {
   const GroupGeometry full(Full(4), 8);
   const GroupGeometry window(Window(10, 4), 8);
   const GroupGeometry narrow(Window(1, 4), 8);
@@ -230,7 +232,7 @@ TEST(geometry_by_kind) {
   EXPECT_EQ(full.BlocksPerPrefixPage(), 2);
 }
 
-TEST(impossible_demands_are_broken_invariants) {
+TEST(GroupGeometry, impossible_demands_are_broken_invariants) {
   const GroupGeometry geometry(State(4), 4);
   BlockTable table;
   EXPECT_FATAL(geometry.BlocksNeeded(table, Dense(-1)));
@@ -247,7 +249,7 @@ TEST(impossible_demands_are_broken_invariants) {
 }
 
 // S-AR9 and S-AR10: the blocks that a chunk with state needs, from the token count of its first snapshot.
-TEST(a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
+TEST(GroupGeometry, a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
   const GroupGeometry coarse(State(128), 128);
   const BlockTable empty;
   const AcquirePlan crossing =
@@ -267,5 +269,3 @@ TEST(a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

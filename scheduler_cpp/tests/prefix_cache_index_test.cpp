@@ -2,10 +2,12 @@
 
 #include "prefix/prefix_cache_index.h"
 
+#include <gtest/gtest.h>
+
 #include <vector>
 
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
+#include "tests/broken_invariant.h"
 
 namespace tokenspeed {
 namespace {
@@ -26,7 +28,7 @@ struct Fixture {
   std::vector<CacheKey> keys;
 };
 
-TEST(entry_keeps_its_block_alive_until_evicted) {
+TEST(PrefixCacheIndex, entry_keeps_its_block_alive_until_evicted) {
   Fixture f;
   const CacheBlockLocation location = f.Cache(0, 1);
   EXPECT_TRUE(f.index.Contains(f.pool, f.keys[0]) && f.index.Contains(f.pool, location));
@@ -38,7 +40,7 @@ TEST(entry_keeps_its_block_alive_until_evicted) {
   EXPECT_FALSE(f.index.Evict(f.pool, location).has_value());
 }
 
-TEST(pinned_entry_is_not_evicted) {
+TEST(PrefixCacheIndex, pinned_entry_is_not_evicted) {
   Fixture f;
   const CacheBlockLocation location = f.Cache(0, 1);
   CacheBlockRef pin = f.index.Find(f.pool, f.keys[0]);
@@ -51,7 +53,7 @@ TEST(pinned_entry_is_not_evicted) {
   EXPECT_TRUE(f.index.Evict(f.pool, location).has_value());
 }
 
-TEST(duplicate_storage_is_replaced_by_the_canonical_block) {
+TEST(PrefixCacheIndex, duplicate_storage_is_replaced_by_the_canonical_block) {
   Fixture f;
   const CacheBlockLocation canonical = f.Cache(0, 1);
   CacheBlockRef twin = f.pool.AcquireBlock(0);
@@ -64,7 +66,7 @@ TEST(duplicate_storage_is_replaced_by_the_canonical_block) {
   EXPECT_TRUE(f.index.MetadataFor(f.pool, canonical) == expected);
 }
 
-TEST(boundary_kind_only_rises) {
+TEST(PrefixCacheIndex, boundary_kind_only_rises) {
   Fixture f;
   CacheBlockRef block = f.pool.AcquireBlock(0);
   f.index.Register(f.pool, block, f.keys[0], 1, 0, BoundaryKind::kPromoted);
@@ -73,7 +75,7 @@ TEST(boundary_kind_only_rises) {
   EXPECT_EQ(f.index.MetadataFor(f.pool, block->Location())->last_access_epoch, uint64_t{2});
 }
 
-TEST(location_has_one_key_and_blocks_belong_to_their_group) {
+TEST(PrefixCacheIndex, location_has_one_key_and_blocks_belong_to_their_group) {
   Fixture f;
   CacheBlockRef block = f.pool.AcquireBlock(0);
   f.index.Register(f.pool, block, f.keys[0], 1, 0, BoundaryKind::kChunk);
@@ -90,7 +92,7 @@ TEST(location_has_one_key_and_blocks_belong_to_their_group) {
   EXPECT_FATAL(f.index.Register(f.pool, second, wrong_key, 1, 0, BoundaryKind::kChunk));
 }
 
-TEST(acquiring_a_match_marks_it_and_probing_does_not) {
+TEST(PrefixCacheIndex, acquiring_a_match_marks_it_and_probing_does_not) {
   Fixture f;
   const CacheBlockLocation a = f.Cache(0, 1);
   const CacheBlockLocation b = f.Cache(1, 1);
@@ -112,7 +114,7 @@ TEST(acquiring_a_match_marks_it_and_probing_does_not) {
   EXPECT_FATAL(f.index.AcquireMatched(f.pool, f.keys, absent, 11));
 }
 
-TEST(ranges_skip_holes_and_report_new_keys) {
+TEST(PrefixCacheIndex, ranges_skip_holes_and_report_new_keys) {
   Fixture f;
   f.Cache(1, 1);
   std::vector<CacheBlockRef> blocks(4);
@@ -124,7 +126,7 @@ TEST(ranges_skip_holes_and_report_new_keys) {
   EXPECT_EQ(f.index.NumEntries(f.pool), 2);
 }
 
-TEST(cursor_yields_epochs_in_order_and_skips_pinned_ones) {
+TEST(PrefixCacheIndex, cursor_yields_epochs_in_order_and_skips_pinned_ones) {
   Fixture f;
   const CacheBlockLocation old_a = f.Cache(0, 2);
   f.Cache(1, 3);  // pinned below
@@ -134,10 +136,10 @@ TEST(cursor_yields_epochs_in_order_and_skips_pinned_ones) {
   auto cursor = f.index.StartEviction(f.pool);
   std::vector<PrefixCacheIndex::Candidate> seen;
   EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
-  REQUIRE(seen.size() == 2);
+  ASSERT_TRUE(seen.size() == 2);
   EXPECT_TRUE(seen[0].location == old_a && seen[1].location == old_b);
   EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
-  REQUIRE(seen.size() == 3);
+  ASSERT_TRUE(seen.size() == 3);
   EXPECT_TRUE(seen[2].location == young);
   EXPECT_EQ(seen[2].metadata.last_access_epoch, uint64_t{7});
   EXPECT_FALSE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
@@ -145,7 +147,7 @@ TEST(cursor_yields_epochs_in_order_and_skips_pinned_ones) {
   EXPECT_EQ(f.index.EvictableCandidates(f.pool).size(), std::size_t{3});
 }
 
-TEST(parent_is_evictable_only_when_every_block_is) {
+TEST(PrefixCacheIndex, parent_is_evictable_only_when_every_block_is) {
   Fixture f(2, 3);
   f.Cache(0, 1);
   f.Cache(1, 2);
@@ -155,7 +157,7 @@ TEST(parent_is_evictable_only_when_every_block_is) {
   EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, 2));
 }
 
-TEST(pools_have_separate_entries) {
+TEST(PrefixCacheIndex, pools_have_separate_entries) {
   Fixture f;
   BlockPool second(2, {1});
   {
@@ -172,5 +174,3 @@ TEST(pools_have_separate_entries) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

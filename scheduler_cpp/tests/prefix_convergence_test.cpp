@@ -2,6 +2,8 @@
 
 #include "coordinator/prefix_convergence.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -9,7 +11,6 @@
 
 #include "coordinator/cache_coordinator.h"
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -82,18 +83,18 @@ int32_t Promotion(const ConvergedPrefix& converged) {
   return PrefixProbe{.keys = {}, .device = converged}.promotion_boundary_tokens();
 }
 
-TEST(PM8_window_that_supports_no_shorter_boundary_gives_nothing) {
+TEST(PrefixConvergence, PM8_window_that_supports_no_shorter_boundary_gives_nothing) {
   EXPECT_EQ(Converge(4, {{Full(4), UpTo(3)}, {Window(10, 4), {2, 3, 4}}}, 5).num_common_tokens, 0);
 }
 
-TEST(PM9_common_boundary_of_full_and_window) {
+TEST(PrefixConvergence, PM9_common_boundary_of_full_and_window) {
   const ConvergedPrefix c = Converge(4, {{Full(4), UpTo(3)}, {Window(10, 4), {1, 2, 3, 4}}}, 5);
   EXPECT_EQ(c.num_common_tokens, 16);
-  EXPECT_EQ(c.masks[0], PrefixMask{1, 1, 1, 1});
-  EXPECT_EQ(c.masks[1], PrefixMask{0, 1, 1, 1});
+  EXPECT_EQ(c.masks[0], (PrefixMask{1, 1, 1, 1}));
+  EXPECT_EQ(c.masks[1], (PrefixMask{0, 1, 1, 1}));
 }
 
-TEST(PM10_order_of_window_groups_does_not_matter) {
+TEST(PrefixConvergence, PM10_order_of_window_groups_does_not_matter) {
   const GroupContents full{Full(4), UpTo(5)};
   const GroupContents a{Window(10, 4), {0, 2, 3, 4}};
   const GroupContents b{Window(10, 4), {0, 1, 2, 3}};
@@ -102,13 +103,13 @@ TEST(PM10_order_of_window_groups_does_not_matter) {
   EXPECT_EQ(Converge(4, {a, b, full}, 6).num_common_tokens, 4);
 }
 
-TEST(PM11_second_pass_is_needed) {
+TEST(PrefixConvergence, PM11_second_pass_is_needed) {
   const ConvergedPrefix c = Converge(
       4, {{Full(4), UpTo(7)}, {Window(10, 4), {0, 1, 2, 4, 5, 6}}, {Window(10, 4), {0, 1, 3, 4, 5}}}, 8);
   EXPECT_EQ(c.num_common_tokens, 8);
 }
 
-TEST(PM12_windows_of_different_length) {
+TEST(PrefixConvergence, PM12_windows_of_different_length) {
   const ConvergedPrefix c =
       Converge(2, {{Full(2), UpTo(4)}, {Window(6, 2), {2, 3, 4}}, {Window(2, 2), {4}}}, 5);
   EXPECT_EQ(c.num_common_tokens, 10);
@@ -118,45 +119,45 @@ TEST(PM12_windows_of_different_length) {
   }
 }
 
-TEST(PM13_windows_that_never_agree) {
+TEST(PrefixConvergence, PM13_windows_that_never_agree) {
   EXPECT_EQ(Converge(2, {{Full(2), UpTo(4)}, {Window(6, 2), {2, 3, 4}}, {Window(2, 2), {3}}}, 5).num_common_tokens, 0);
 }
 
-TEST(PM14_what_closed_groups_cover_is_worth_a_promotion) {
+TEST(PrefixConvergence, PM14_what_closed_groups_cover_is_worth_a_promotion) {
   const ConvergedPrefix c = Converge(4, {{Full(4), UpTo(7)}, {State(4), {3}}}, 8);
   EXPECT_EQ(c.num_common_tokens, 16);
   EXPECT_EQ(c.prefix_closed_tokens, 32);
   EXPECT_EQ(Promotion(c), 32);
 }
 
-TEST(PM15_closed_coverage_is_that_of_all_closed_groups) {
+TEST(PrefixConvergence, PM15_closed_coverage_is_that_of_all_closed_groups) {
   const ConvergedPrefix c = Converge(4, {{Full(4), UpTo(7)}, {Full(4), UpTo(5)}, {State(4), {3}}}, 8);
   EXPECT_EQ(c.num_common_tokens, 16);
   EXPECT_EQ(c.prefix_closed_tokens, 24);
 }
 
-TEST(PM16_no_promotion_where_the_match_reaches_the_closed_cover) {
+TEST(PrefixConvergence, PM16_no_promotion_where_the_match_reaches_the_closed_cover) {
   const ConvergedPrefix c = Converge(4, {{Full(4), UpTo(3)}, {Window(10, 4), {1, 2, 3, 5, 6, 7}}}, 8);
   EXPECT_EQ(c.num_common_tokens, 16);
   EXPECT_EQ(c.prefix_closed_tokens, 16);
   EXPECT_EQ(Promotion(c), 0);
 }
 
-TEST(PM17_without_closed_groups_nothing_is_closed) {
+TEST(PrefixConvergence, PM17_without_closed_groups_nothing_is_closed) {
   const ConvergedPrefix c = Converge(4, {{Window(5, 4), {2, 3}}}, 4);
   EXPECT_EQ(c.num_common_tokens, 16);
   EXPECT_EQ(c.prefix_closed_tokens, 0);
   EXPECT_EQ(Promotion(c), 0);
 }
 
-TEST(PM23_window_publishes_and_matches_only_its_lookback) {
+TEST(PrefixConvergence, PM23_window_publishes_and_matches_only_its_lookback) {
   const std::vector<CacheGroupSpec> specs = {Full(8), Window(5, 2)};
   CacheCoordinator cache(8, 8, specs);
   const auto hashes = Hashes(1, 1);
   auto tables = cache.MakeTables();
   const std::vector<TokenDemand> demands(2, testing::Dense(8));
   const auto admitted = cache.Admit(cache.ProbePrefix({}), tables, demands, {});
-  REQUIRE(admitted.has_value());
+  ASSERT_TRUE(admitted.has_value());
   cache.CacheCompletedBlocks(tables, testing::Completed(hashes, 0, BoundaryKind::kChunk, 8), admitted->access_epoch);
   const CacheGroup& window = cache.group(1);
   EXPECT_EQ(cache.group(0).index().NumEntries(cache.device_pool()), 1);
@@ -166,17 +167,17 @@ TEST(PM23_window_publishes_and_matches_only_its_lookback) {
   }
   const PrefixProbe probe = cache.ProbePrefix(hashes);
   EXPECT_EQ(probe.device_prefix_tokens(), 8);
-  EXPECT_EQ(probe.device.masks[1], PrefixMask{0, 0, 1, 1});
+  EXPECT_EQ(probe.device.masks[1], (PrefixMask{0, 0, 1, 1}));
   cache.Free(tables);
 }
 
-TEST(no_candidate_pages_give_the_neutral_result) {
+TEST(PrefixConvergence, no_candidate_pages_give_the_neutral_result) {
   const ConvergedPrefix c = Converge(4, {{Full(4), {}}, {Window(1, 4), {}}}, 0);
   EXPECT_EQ(c.num_common_tokens, 0);
   EXPECT_TRUE(c.masks[0].empty() && c.masks[1].empty());
 }
 
-TEST(convergence_finds_what_exhaustive_search_finds) {
+TEST(PrefixConvergence, convergence_finds_what_exhaustive_search_finds) {
   std::mt19937 random(5);
   const auto kinds = std::vector<CacheGroupSpec>{Full(4),      Full(2),       Window(10, 4), Window(6, 1),
                                                  Window(3, 2), Window(1, 4), State(4),      State(2)};
@@ -197,7 +198,7 @@ TEST(convergence_finds_what_exhaustive_search_finds) {
     for (std::size_t g = 0; g < contents.size(); ++g) {
       const GroupGeometry& geometry = cached.groups()[g].geometry();
       const int32_t end = c.num_common_tokens / geometry.block_granularity();
-      REQUIRE(static_cast<int32_t>(c.masks[g].size()) == end);
+      ASSERT_TRUE(static_cast<int32_t>(c.masks[g].size()) == end);
       for (int32_t slot = 0; slot < end; ++slot) {
         const bool wanted = geometry.IsPrefixClosed() || slot >= end - geometry.LookbackBlocks();
         EXPECT_EQ(static_cast<int>(c.masks[g][slot]), wanted ? 1 : 0);
@@ -211,5 +212,3 @@ TEST(convergence_finds_what_exhaustive_search_finds) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

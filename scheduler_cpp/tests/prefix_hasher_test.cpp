@@ -2,6 +2,8 @@
 
 #include "prefix/prefix_hasher.h"
 
+#include <gtest/gtest.h>
+
 #include <numeric>
 #include <random>
 #include <string>
@@ -10,7 +12,7 @@
 
 #include "prefix/cache_key.h"
 #include "prefix/sha256.h"
-#include "tests/testing.h"
+#include "tests/broken_invariant.h"
 
 namespace tokenspeed {
 namespace {
@@ -22,7 +24,7 @@ std::string Sha256Hex(const std::string& text, std::size_t piece) {
   return PrefixHash{sha.Finish()}.ToHex();
 }
 
-TEST(sha256_published_vectors) {
+TEST(PrefixHasher, sha256_published_vectors) {
   EXPECT_EQ(Sha256Hex("", 1), std::string("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"));
   EXPECT_EQ(Sha256Hex("abc", 3), std::string("ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"));
   EXPECT_EQ(Sha256Hex("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 64),
@@ -31,7 +33,7 @@ TEST(sha256_published_vectors) {
             std::string("cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"));
 }
 
-TEST(sha256_does_not_depend_on_how_the_input_is_cut) {
+TEST(PrefixHasher, sha256_does_not_depend_on_how_the_input_is_cut) {
   std::mt19937 random(7);
   for (std::size_t length = 0; length < 200; ++length) {
     std::string text(length, '\0');
@@ -41,7 +43,7 @@ TEST(sha256_does_not_depend_on_how_the_input_is_cut) {
   }
 }
 
-TEST(golden_prefix_hashes) {
+TEST(PrefixHasher, golden_prefix_hashes) {
   const std::vector<int32_t> first = {1, 2, 3, 4};
   const std::vector<int32_t> second = {5, 6, 7, 8};
   EXPECT_EQ(HashPrefixPage({}, std::nullopt).ToHex(),
@@ -55,7 +57,7 @@ TEST(golden_prefix_hashes) {
             std::string("1549bc3d1c248ea07de4626ca95d926600447775bbe638aa44abd6d92f8ee78a"));
 }
 
-TEST(framing_separates_tokens_priors_and_keys) {
+TEST(PrefixHasher, framing_separates_tokens_priors_and_keys) {
   const std::vector<int32_t> tokens = {1};
   const std::vector<int32_t> negative = {-1};
   const PrefixHash prior = HashPrefixPage(tokens, std::nullopt);
@@ -69,7 +71,7 @@ TEST(framing_separates_tokens_priors_and_keys) {
   }
 }
 
-TEST(incremental_hashing_equals_hashing_at_once) {
+TEST(PrefixHasher, incremental_hashing_equals_hashing_at_once) {
   std::mt19937 random(11);
   std::vector<int32_t> tokens(137);
   for (int32_t& token : tokens) token = static_cast<int32_t>(random());
@@ -98,7 +100,7 @@ std::vector<PrefixHash> Chain(const std::string& salt, const std::string& versio
   return hashes;
 }
 
-TEST(salts_and_weight_versions_separate_every_page_of_a_chain) {
+TEST(PrefixHasher, salts_and_weight_versions_separate_every_page_of_a_chain) {
   const std::string zero(1, '\0');
   const std::vector<std::pair<std::string, std::string>> identities = {
       {"", ""},  {"a", ""},  {"", "a"},  {"a", "a"},  {"ab", ""},  {"", "ab"},
@@ -106,7 +108,7 @@ TEST(salts_and_weight_versions_separate_every_page_of_a_chain) {
   std::vector<PrefixHash> seen;
   for (const auto& [salt, version] : identities) {
     const std::vector<PrefixHash> chain = Chain(salt, version);
-    REQUIRE(chain.size() == 2);
+    ASSERT_TRUE(chain.size() == 2);
     EXPECT_TRUE(chain == Chain(salt, version));
     for (const PrefixHash& hash : chain) {
       for (const PrefixHash& other : seen) EXPECT_FALSE(hash == other);
@@ -115,25 +117,25 @@ TEST(salts_and_weight_versions_separate_every_page_of_a_chain) {
   }
 }
 
-TEST(a_chain_without_salt_and_version_is_the_documented_one) {
+TEST(PrefixHasher, a_chain_without_salt_and_version_is_the_documented_one) {
   const std::vector<PrefixHash> chain = Chain("", "");
   EXPECT_EQ(chain[0].ToHex(), std::string("65a73aeec7de373d87d0bb665fb1b7e9c490f83287b644f3ea58f3eea1ee271f"));
   EXPECT_EQ(chain[1].ToHex(), std::string("9f99734c64c898db6698530d61968eeba422fe1f4f044203644087f9ec65e01c"));
 }
 
-TEST(incomplete_pages_are_never_hashed) {
+TEST(PrefixHasher, incomplete_pages_are_never_hashed) {
   const std::vector<int32_t> tokens(7, 1);
   std::vector<PrefixHash> hashes;
   EXPECT_FATAL(ExtendPrefixHashes(tokens, 4, 2, hashes));
   EXPECT_FATAL(ExtendPrefixHashes(tokens, 0, 1, hashes));
 }
 
-TEST(keys_expand_in_token_order_and_differ_in_every_field) {
+TEST(PrefixHasher, keys_expand_in_token_order_and_differ_in_every_field) {
   std::vector<PrefixHash> hashes;
   const std::vector<int32_t> tokens = {1, 2, 3, 4};
   ExtendPrefixHashes(tokens, 2, 2, hashes);
   const std::vector<CacheKey> keys = ExpandCacheKeys(hashes, 3, 2);
-  REQUIRE(keys.size() == 4);
+  ASSERT_TRUE(keys.size() == 4);
   for (int32_t i = 0; i < 4; ++i) {
     EXPECT_TRUE(keys[i].content_hash == hashes[i / 2]);
     EXPECT_EQ(keys[i].page_offset, i % 2);
@@ -149,5 +151,3 @@ TEST(keys_expand_in_token_order_and_differ_in_every_field) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

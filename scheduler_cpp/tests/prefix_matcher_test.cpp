@@ -2,11 +2,12 @@
 
 #include "prefix/prefix_matcher.h"
 
+#include <gtest/gtest.h>
+
 #include <random>
 #include <vector>
 
 #include "tests/cache_fixture.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -36,39 +37,39 @@ class Cached {
   std::vector<CacheKey> keys_;
 };
 
-TEST(PM1_full_match_ends_at_the_first_absent_key) {
-  EXPECT_EQ(Cached({0, 1}, 3).Match(kFull), PrefixMask{1, 1});
+TEST(PrefixMatcher, PM1_full_match_ends_at_the_first_absent_key) {
+  EXPECT_EQ(Cached({0, 1}, 3).Match(kFull), (PrefixMask{1, 1}));
   EXPECT_EQ(Cached({1, 2}, 3).Match(kFull), PrefixMask{});
 }
 
-TEST(PM2_window_needs_only_its_lookback) {
-  EXPECT_EQ(Cached({1, 2, 3}, 5).Match(Lookback(kWindow10)), PrefixMask{0, 1, 1, 1});
+TEST(PrefixMatcher, PM2_window_needs_only_its_lookback) {
+  EXPECT_EQ(Cached({1, 2, 3}, 5).Match(Lookback(kWindow10)), (PrefixMask{0, 1, 1, 1}));
 }
 
-TEST(PM3_window_match_is_derived_anew_under_a_lower_bound) {
+TEST(PrefixMatcher, PM3_window_match_is_derived_anew_under_a_lower_bound) {
   const Cached cached({2, 3, 4}, 5);
-  EXPECT_EQ(cached.Match(Lookback(kWindow10), 5), PrefixMask{0, 0, 1, 1, 1});
+  EXPECT_EQ(cached.Match(Lookback(kWindow10), 5), (PrefixMask{0, 0, 1, 1, 1}));
   EXPECT_EQ(cached.Match(Lookback(kWindow10), 4), PrefixMask{});
 }
 
-TEST(PM4_newest_boundary_wins) { EXPECT_EQ(Cached({0, 2}, 3).Match(Lookback(1)), PrefixMask{0, 0, 1}); }
+TEST(PrefixMatcher, PM4_newest_boundary_wins) { EXPECT_EQ(Cached({0, 2}, 3).Match(Lookback(1)), (PrefixMask{0, 0, 1})); }
 
-TEST(PM5_short_run_that_reaches_the_start_is_enough) {
-  EXPECT_EQ(Cached({0, 1}, 2).Match(Lookback(kWindow10)), PrefixMask{1, 1});
+TEST(PrefixMatcher, PM5_short_run_that_reaches_the_start_is_enough) {
+  EXPECT_EQ(Cached({0, 1}, 2).Match(Lookback(kWindow10)), (PrefixMask{1, 1}));
 }
 
-TEST(PM6_broken_run_falls_back_without_touching_recency) {
+TEST(PrefixMatcher, PM6_broken_run_falls_back_without_touching_recency) {
   const Cached cached({0, 1, 3, 4}, 5);
   const auto before = cached.Entries();
-  EXPECT_EQ(cached.Match(Lookback(kWindow10)), PrefixMask{1, 1});
+  EXPECT_EQ(cached.Match(Lookback(kWindow10)), (PrefixMask{1, 1}));
   const auto after = cached.Entries();
-  REQUIRE(before.size() == after.size());
+  ASSERT_TRUE(before.size() == after.size());
   for (std::size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(before[i].location == after[i].location && before[i].metadata == after[i].metadata);
   }
 }
 
-TEST(PM7_window_of_one_token_needs_nothing) { EXPECT_EQ(Cached({}, 3).Match(Lookback(0)), PrefixMask{0, 0, 0}); }
+TEST(PrefixMatcher, PM7_window_of_one_token_needs_nothing) { EXPECT_EQ(Cached({}, 3).Match(Lookback(0)), (PrefixMask{0, 0, 0})); }
 
 bool Supports(const Cached& cached, const MatchRule& rule, int32_t boundary) {
   for (int32_t slot = 0; slot < boundary; ++slot) {
@@ -78,7 +79,7 @@ bool Supports(const Cached& cached, const MatchRule& rule, int32_t boundary) {
   return true;
 }
 
-TEST(matchers_find_what_exhaustive_search_finds) {
+TEST(PrefixMatcher, matchers_find_what_exhaustive_search_finds) {
   std::mt19937 random(3);
   for (int round = 0; round < 600; ++round) {
     const int32_t num_keys = 1 + static_cast<int32_t>(random() % 12);
@@ -92,7 +93,7 @@ TEST(matchers_find_what_exhaustive_search_finds) {
       int32_t best = end;
       while (best > 0 && !Supports(cached, rule, best)) --best;
       const PrefixMask mask = cached.Match(rule, end);
-      REQUIRE(static_cast<int32_t>(mask.size()) == best);
+      ASSERT_TRUE(static_cast<int32_t>(mask.size()) == best);
       for (int32_t slot = 0; slot < best; ++slot) {
         const bool wanted = rule.prefix_closed || slot >= best - rule.lookback_blocks;
         EXPECT_EQ(static_cast<int>(mask[slot]), wanted ? 1 : 0);
@@ -103,5 +104,3 @@ TEST(matchers_find_what_exhaustive_search_finds) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()

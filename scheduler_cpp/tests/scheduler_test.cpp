@@ -2,11 +2,12 @@
 
 #include "scheduler/scheduler.h"
 
+#include <gtest/gtest.h>
+
 #include <random>
 #include <set>
 
 #include "scheduler/stall_watch.h"
-#include "tests/testing.h"
 
 namespace tokenspeed {
 namespace {
@@ -103,7 +104,7 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
   EXPECT_EQ(scheduler.EmptyLcmBlocks(), usable);
 }
 
-TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
+TEST(Scheduler, ACrowdedClosedLoopEndsWithNothingHeld) {
   for (const bool mixed : {false, true}) {
     for (const bool as_rows : {false, true}) {
       for (const bool with_state : {false, true}) RunACrowdedClosedLoop(mixed, as_rows, with_state);
@@ -111,14 +112,14 @@ TEST(ACrowdedClosedLoopEndsWithNothingHeld) {
   }
 }
 
-TEST(ASchedulerMayDieWithRequestsAndCacheInIt) {
+TEST(Scheduler, ASchedulerMayDieWithRequestsAndCacheInIt) {
   Scheduler scheduler(Config(16));
   scheduler.SubmitRequests({RequestSpec{.request_id = "a", .tokens = {1, 2, 3, 4, 5}, .max_new_tokens = 0},
                             RequestSpec{.request_id = "b", .tokens = {1, 2, 3}, .max_new_tokens = 0}});
   EXPECT_EQ(scheduler.NextExecutionPlan().forward->NumRows(), std::size_t{2});
 }
 
-TEST(ABatchOutlivesItsScheduler) {
+TEST(Scheduler, ABatchOutlivesItsScheduler) {
   std::shared_ptr<ForwardBatch> batch;
   {
     Scheduler scheduler(Config(16));
@@ -136,7 +137,7 @@ std::vector<std::string> Hashes(const std::string& salt, const std::string& vers
   return Scheduler(config).PrefixHashesForTokens(tokens, salt);
 }
 
-TEST(WhatPythonCannotPassAsASaltSeparatesPrefixesAllTheSame) {
+TEST(Scheduler, WhatPythonCannotPassAsASaltSeparatesPrefixesAllTheSame) {
   const std::string raw("\xff\0\xfe", 3);
   EXPECT_TRUE(Hashes(raw, "") == Hashes(raw, ""));
   EXPECT_FALSE(Hashes(raw, "") == Hashes(raw.substr(0, 1), ""));
@@ -157,7 +158,7 @@ int32_t HitAfterSeed(const std::string& salt, const std::string& version) {
   return scheduler.NextExecutionPlan().forward->extend_prefix_lens.at(0);
 }
 
-TEST(NoBlockIsSharedAcrossSaltsOrWeightVersions) {
+TEST(Scheduler, NoBlockIsSharedAcrossSaltsOrWeightVersions) {
   EXPECT_EQ(HitAfterSeed("s1", "w1"), 8);
   EXPECT_EQ(HitAfterSeed("s2", "w1"), 0);
   EXPECT_EQ(HitAfterSeed("", "w1"), 0);
@@ -167,14 +168,14 @@ TEST(NoBlockIsSharedAcrossSaltsOrWeightVersions) {
   EXPECT_EQ(HitAfterSeed("", ""), 0);
 }
 
-TEST(ResidencyHashesAreTheDocumentedOnes) {
+TEST(Scheduler, ResidencyHashesAreTheDocumentedOnes) {
   const std::vector<int32_t> first = {1, 2, 3, 4};
   const std::vector<int32_t> second = {5, 6, 7, 8};
   EXPECT_EQ(HashResidencyPage(first, std::nullopt), uint64_t{15932823548972441343ULL});
   EXPECT_EQ(HashResidencyPage(second, 15932823548972441343ULL), uint64_t{12482753192408519678ULL});
 }
 
-TEST(AStallIsCountedUntilWorkResumes) {
+TEST(Scheduler, AStallIsCountedUntilWorkResumes) {
   StallWatch watch;
   for (int round = 0; round < 5; ++round) watch.Record(true, 1, 0);
   EXPECT_EQ(watch.streak(), int64_t{5});
@@ -184,5 +185,3 @@ TEST(AStallIsCountedUntilWorkResumes) {
 
 }  // namespace
 }  // namespace tokenspeed
-
-TOKENSPEED_TEST_MAIN()
