@@ -94,13 +94,15 @@ void Request::Land(std::span<const int32_t> tokens) {
   --resources_->results_in_flight;
 }
 
-void Request::Retract(bool made_way) {
+void Request::Retract(bool made_way, bool has_recoverable_snapshot, int64_t retraction) {
   TOKENSPEED_CHECK(IsResident(), "only a resident request can be retracted");
   yields_ = made_way && state_ == RequestState::kPrefilling;
   decode_blocked = false;
   resources_.reset();
   prefill_size_ = TokenSize();
   if (made_way) ++retractions_;
+  has_recoverable_snapshot_ = has_recoverable_snapshot;
+  retraction_ = retraction;
   state_ = RequestState::kRetracted;
 }
 

@@ -73,6 +73,16 @@ struct RequestRank {
   friend auto operator<=>(const RequestRank&, const RequestRank&) = default;
 };
 
+// Which retracted request comes back first: of the most urgent those whose client already reads output, then the one
+// that has waited longest.
+struct ReadmissionRank {
+  int32_t priority = 0;
+  bool starts_generation = false;
+  int64_t retraction = 0;
+
+  friend auto operator<=>(const ReadmissionRank&, const ReadmissionRank&) = default;
+};
+
 class Request {
  public:
   // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
@@ -85,6 +95,11 @@ class Request {
   RequestState state() const { return state_; }
   bool IsResident() const { return resources_ != nullptr; }
   bool IsWaiting() const { return state_ == RequestState::kSubmitted || state_ == RequestState::kRetracted; }
+  // Retracted, with a snapshot of its cache elsewhere: it is served before new prompts, not among them.
+  bool IsReadmission() const { return state_ == RequestState::kRetracted && has_recoverable_snapshot_; }
+  ReadmissionRank readmission_rank() const {
+    return {.priority = rank_.priority, .starts_generation = TokenSize() == submitted_size_, .retraction = retraction_};
+  }
 
   const std::vector<int32_t>& tokens() const { return tokens_; }
   int32_t TokenSize() const { return static_cast<int32_t>(tokens_.size()); }
@@ -116,8 +131,8 @@ class Request {
   void Land(std::span<const int32_t> tokens);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
   // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for
-  // others' sake from one that the executor asked for.
-  void Retract(bool made_way);
+  // others' sake from one that the executor asked for. `retraction` numbers the retractions of all requests.
+  void Retract(bool made_way, bool has_recoverable_snapshot, int64_t retraction);
   void Finish();
 
   // Set when an unfinished prompt had to give way: it comes back only when no decode lacks storage and no other
@@ -147,6 +162,8 @@ class Request {
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
   bool yields_ = false;
+  bool has_recoverable_snapshot_ = false;
+  int64_t retraction_ = 0;
   std::vector<std::string> chain_keys_;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;

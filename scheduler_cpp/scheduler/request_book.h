@@ -26,6 +26,7 @@ namespace tokenspeed {
 class RequestBook {
  public:
   using Order = std::map<RequestRank, Request*>;
+  using ReadmissionOrder = std::map<ReadmissionRank, Request*>;
 
   // The id must be new.
   void Insert(RequestSpec spec, const std::string& weight_version);
@@ -45,6 +46,8 @@ class RequestBook {
   const Order& waiting() const { return waiting_; }
   // Prefilling, PrefillDone and Decoding.
   const Order& resident() const { return resident_; }
+  // Those of waiting() that are readmissions, in their own order.
+  const ReadmissionOrder& readmissions() const { return readmissions_; }
   int32_t Count(RequestState state) const { return counts_[static_cast<std::size_t>(state)]; }
 
   // Runs a transition of the request and moves it to where its new state belongs.
@@ -52,7 +55,9 @@ class RequestBook {
   void Move(Request& request, Transition&& transition) {
     const RequestState before = request.state();
     const std::optional<int32_t> slot = request.SlotIndex();
+    if (request.IsReadmission()) readmissions_.erase(request.readmission_rank());
     transition(request);
+    if (request.IsReadmission()) readmissions_.emplace(request.readmission_rank(), &request);
     Reseat(request, slot);
     Reorder(request, before);
   }
@@ -68,6 +73,7 @@ class RequestBook {
   std::unordered_map<std::string, std::unique_ptr<Request>> by_id_;
   Order waiting_;
   Order resident_;
+  ReadmissionOrder readmissions_;
   std::vector<Request*> by_slot_;
   std::vector<Request*> finished_;
   std::array<int32_t, kNumRequestStates> counts_ = {};

@@ -7,6 +7,7 @@
 #define TOKENSPEED_SCHEDULER_ROUND_H_
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -42,6 +43,12 @@ class Round {
     if (blocker_ == nullptr || request.priority() < blocker_->priority()) blocker_ = &request;
   }
 
+  // From now on no new prompt of this priority or a less urgent one may start in this round.
+  void SealNewPrompts(int32_t priority) { sealed_priority_ = priority; }
+  bool IsSealedFor(const Request& request) const {
+    return sealed_priority_.has_value() && request.priority() >= *sealed_priority_;
+  }
+
   // Adds the row of a request that has just been admitted.
   void PushPrefill(Request& request);
   void PushDecode(Request& request);
@@ -58,6 +65,7 @@ class Round {
   int32_t decode_width_;
   int64_t budget_;
   Request* blocker_ = nullptr;
+  std::optional<int32_t> sealed_priority_;
   ExecutionPlan plan_;
   RequestAdmission::FreshBlocks fresh_;  // empty until the first admission, then one list per group
 };

@@ -100,6 +100,9 @@ class Scheduler {
   // Rounds (scheduler_rounds.cpp).
   bool HasPrefillWork() const;
   void SchedulePrefills(Round& round);
+  // Brings the next readmission back, if one is due. False when no further prefill work may follow in this round; when
+  // the cache cannot hold it, nobody as urgent or less may start before it.
+  bool ScheduleReadmission(Round& round);
   // False when no further prefill work may follow in this round.
   bool ScheduleResidentPrefills(Round& round);
   void ScheduleWaiting(Round& round);

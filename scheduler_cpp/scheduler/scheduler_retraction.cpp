@@ -80,13 +80,17 @@ Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
 
 void Scheduler::Retract(Request& request, bool made_way) {
   ++num_retractions_;
-  book_.Move(request, [&](Request& moved) { moved.Retract(made_way); });
+  // The executor's retractions leave nothing to come back to; a decode worker's requests come back all the same, since
+  // their peer has let go of them.
+  const bool recoverable = config_.role == SchedulerConfig::Role::kDecode || (made_way && config_.HasHostCache());
+  book_.Move(request, [&](Request& moved) { moved.Retract(made_way, recoverable, num_retractions_); });
 }
 
 Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
   for (const auto& [rank, request] : book_.waiting()) {
     // What an urgent request gives up is not for a less urgent one; it may be this one's again in the next round.
     if (request->priority() > excluded.priority()) return nullptr;
+    if (request->IsReadmission()) continue;
     if (request != &excluded && !MustYield(*request)) return request;
     if (HoldsTheLine(*request)) return nullptr;
   }

@@ -1,5 +1,6 @@
 // How a round is put together: which phases run, in which order, and when each of them stops.
 
+#include <algorithm>
 #include <vector>
 
 #include "scheduler/scheduler.h"
@@ -61,7 +62,18 @@ bool Scheduler::MustYield(const Request& request) const {
 }
 
 void Scheduler::SchedulePrefills(Round& round) {
-  if (ScheduleResidentPrefills(round)) ScheduleWaiting(round);
+  if (ScheduleReadmission(round) && ScheduleResidentPrefills(round)) ScheduleWaiting(round);
+}
+
+bool Scheduler::ScheduleReadmission(Round& round) {
+  if (book_.readmissions().empty() || round.IsFull()) return true;
+  Request& request = *book_.readmissions().begin()->second;
+  const auto new_prompt = std::find_if(book_.waiting().begin(), book_.waiting().end(),
+                                       [](const auto& entry) { return !entry.second->IsReadmission(); });
+  const bool passed = new_prompt != book_.waiting().end() && new_prompt->second->priority() < request.priority();
+  if (passed || MustYield(request)) return true;
+  if (TryPrefill(round, request) == AdmissionOutcome::kNoCapacity) round.SealNewPrompts(request.priority());
+  return request.state() != RequestState::kPrefilling;
 }
 
 bool Scheduler::ScheduleResidentPrefills(Round& round) {
@@ -92,6 +104,8 @@ void Scheduler::ScheduleWaiting(Round& round) {
     if (round.IsFull() || !admission_.HasFreeSlot()) return;
     Request& request = *next->second;
     ++next;  // an admission takes the request out of this order
+    if (request.IsReadmission()) continue;
+    if (round.IsSealedFor(request)) return;
     const bool yields = MustYield(request);
     const AdmissionOutcome outcome = yields ? AdmissionOutcome::kNoCapacity : TryPrefill(round, request);
     if (outcome == AdmissionOutcome::kNoCapacity) {
