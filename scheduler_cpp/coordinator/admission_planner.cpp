@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <compare>
 #include <cstddef>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -64,112 +65,78 @@ class ShadowPool {
   std::unordered_map<int32_t, int32_t> occupied_;
 };
 
-// Value of a block to the cache. The smallest goes first.
-struct EvictionRank {
-  uint64_t epoch = 0;
-  int32_t tier = 0;  // 0 uncached, 1 probationary boundary, 2 established boundary, 3 closed prefix
-  int32_t position = 0;
-  int32_t group = 0;
-  CacheBlockLocation location;
-
-  friend auto operator<=>(const EvictionRank&, const EvictionRank&) = default;
-};
-
-EvictionRank RankOf(const CacheGroup& group, CacheBlockLocation location,
-                    const std::optional<PrefixEntryMetadata>& metadata) {
-  EvictionRank rank{.epoch = 0, .tier = 0, .position = 0, .group = group.group_id(), .location = location};
-  if (!metadata) return rank;
-  const int32_t index = metadata->logical_block_index;
-  rank.epoch = metadata->last_access_epoch;
-  if (group.geometry().IsPrefixClosed()) {
-    rank.tier = 3;
-    if (index >= 0) rank.position = -index;  // a prefix is worth more than what follows it
-  } else if (metadata->boundary_kind == BoundaryKind::kChunk && !metadata->was_acquired && index >= 0) {
-    rank.tier = 1;
-    rank.position = index;  // of unproven resume points the deepest is worth most
-  } else {
-    rank.tier = 2;
-  }
-  return rank;
-}
-
-// All candidates in rank order: the request's own expiring blocks, merged with one cursor per index.
+// All candidates, the least valuable first: the request's own expiring blocks, merged with one cursor per index.
 class CandidateStream {
  public:
   CandidateStream(std::span<const CacheGroup> groups, const BlockPool& pool, const AdmissionRequest& request,
                   std::span<const AdmissionVictim> own_expired)
-      : groups_(groups), pool_(pool), excluded_(groups.size()) {
+      : hit_locations_(groups.size()) {
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      const CacheGroup& group = groups[g];
-      for (CacheBlockLocation hit : group.index().MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g])) {
-        if (excluded_[g].insert(hit).second) hits_.push_back({group.group_id(), hit});
+      const PrefixCacheIndex& index = groups[g].index();
+      for (CacheBlockLocation hit : index.MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g])) {
+        if (hit_locations_[g].insert(hit).second) hits_.push_back({groups[g].group_id(), hit});
       }
     }
     for (const auto& [g, location] : own_expired) {
-      if (!excluded_[g].insert(location).second) continue;
-      own_expired_.push_back(RankOf(groups[g], location, groups[g].index().MetadataFor(pool, location)));
+      if (!hit_locations_[g].contains(location)) {
+        own_expired_.push_back({groups[g].index().RankAt(pool, location), g});
+      }
     }
-    std::sort(own_expired_.begin(), own_expired_.end());
-    for (const CacheGroup& group : groups) {
-      queues_.push_back({.cursor = group.index().StartEviction(pool), .epoch = {}, .next = 0});
-    }
-    for (std::size_t g = 0; g < groups.size(); ++g) Refill(g);
+    std::sort(own_expired_.begin(), own_expired_.end(), &IsLessValuable);
+    cursors_.reserve(groups.size());
+    for (const CacheGroup& group : groups) cursors_.push_back(group.index().StartEviction(pool));
   }
 
   // Blocks that this admission hits; never candidates.
   std::span<const AdmissionVictim> hits() const { return hits_; }
 
   std::optional<AdmissionVictim> Next() {
-    const EvictionRank* best = next_own_ < own_expired_.size() ? &own_expired_[next_own_] : nullptr;
-    std::optional<std::size_t> from;
-    for (std::size_t g = 0; g < queues_.size(); ++g) {
-      const Queue& queue = queues_[g];
-      if (queue.next == queue.epoch.size()) continue;
-      const EvictionRank& head = queue.epoch[queue.next];
-      if (best != nullptr && *best < head) continue;
+    const Ranked* best = next_own_ < own_expired_.size() ? &own_expired_[next_own_] : nullptr;
+    Ranked head;
+    PrefixCacheIndex::EvictionCursor* from = nullptr;
+    for (std::size_t g = 0; g < cursors_.size(); ++g) {
+      const EvictionRank* rank = SkipHits(g);
+      if (rank == nullptr) continue;
+      const Ranked ranked{*rank, static_cast<int32_t>(g)};
+      if (best != nullptr && !IsLessValuable(ranked, *best)) continue;
+      head = ranked;
       best = &head;
-      from = g;
+      from = &cursors_[g];
     }
     if (best == nullptr) return std::nullopt;
-    const AdmissionVictim victim{best->group, best->location};
-    if (!from) {
+    if (from == nullptr) {
       ++next_own_;
-    } else if (++queues_[*from].next == queues_[*from].epoch.size()) {
-      Refill(*from);
+    } else {
+      from->Advance();
     }
-    return victim;
+    return AdmissionVictim{best->group, best->rank.location};
   }
 
  private:
-  struct Queue {
-    PrefixCacheIndex::EvictionCursor cursor;
-    std::vector<EvictionRank> epoch;  // the cursor's current epoch, sorted
-    std::size_t next;
+  struct Ranked {
+    EvictionRank rank;
+    int32_t group = 0;
   };
 
-  void Refill(std::size_t g) {
-    Queue& queue = queues_[g];
-    queue.next = 0;
-    queue.epoch.clear();
-    std::vector<PrefixCacheIndex::Candidate> candidates;
-    while (queue.epoch.empty() && groups_[g].index().NextEvictionEpoch(pool_, queue.cursor, candidates)) {
-      for (const PrefixCacheIndex::Candidate& candidate : candidates) {
-        if (excluded_[g].contains(candidate.location)) continue;
-        queue.epoch.push_back(RankOf(groups_[g], candidate.location, candidate.metadata));
-      }
-      candidates.clear();
-    }
-    std::sort(queue.epoch.begin(), queue.epoch.end());
+  static bool IsLessValuable(const Ranked& a, const Ranked& b) {
+    return std::tie(a.rank.epoch, a.rank.tier, a.rank.position, a.group, a.rank.location) <
+           std::tie(b.rank.epoch, b.rank.tier, b.rank.position, b.group, b.rank.location);
   }
 
-  std::span<const CacheGroup> groups_;
-  const BlockPool& pool_;
-  // Per group: hit by this admission, or among own_expired_.
-  std::vector<std::unordered_set<CacheBlockLocation, CacheBlockLocationHash>> excluded_;
+  const EvictionRank* SkipHits(std::size_t g) {
+    const EvictionRank* rank = cursors_[g].rank();
+    while (rank != nullptr && !hit_locations_[g].empty() && hit_locations_[g].contains(rank->location)) {
+      cursors_[g].Advance();
+      rank = cursors_[g].rank();
+    }
+    return rank;
+  }
+
+  std::vector<std::unordered_set<CacheBlockLocation, CacheBlockLocationHash>> hit_locations_;  // per group
   std::vector<AdmissionVictim> hits_;
-  std::vector<EvictionRank> own_expired_;
+  std::vector<Ranked> own_expired_;
   std::size_t next_own_ = 0;
-  std::vector<Queue> queues_;
+  std::vector<PrefixCacheIndex::EvictionCursor> cursors_;
 };
 
 // Gives back, most valuable first, every victim that turns out not to be needed.

@@ -201,29 +201,8 @@ void CacheCoordinator::WriteBlockIds(int32_t group_id, const BlockTable& table, 
   group(group_id).allocator().WriteBlockIds(table, row);
 }
 
-int32_t CacheCoordinator::NumActiveLcmBlocks(std::span<const std::span<const BlockTable>> requests) const {
-  std::vector<bool> seen(static_cast<std::size_t>(pool_.NumLcmBlocks()) + 1, false);
-  int32_t active = 0;
-  for (const std::span<const BlockTable> tables : requests) {
-    for (const BlockTable& table : tables) {
-      for (std::size_t slot = table.reclaimed_prefix_blocks; slot < table.blocks.size(); ++slot) {
-        if (!table.blocks[slot]) continue;
-        const int32_t parent = table.blocks[slot]->Location().lcm_block_id;
-        active += seen[parent] ? 0 : 1;
-        seen[parent] = true;
-      }
-    }
-  }
-  return active;
-}
-
 int32_t CacheCoordinator::NumAvailableLcmBlocks() const {
-  int32_t available = pool_.NumEmptyLcmBlocks();
-  for (int32_t parent = 1; parent <= pool_.NumLcmBlocks(); ++parent) {
-    const int32_t bound = pool_.BoundGroup(parent);
-    if (bound >= 0 && groups_[bound].index().ParentIsFullyEvictable(pool_, parent)) ++available;
-  }
-  return available;
+  return pool_.NumEmptyLcmBlocks() + pool_.NumEvictableLcmBlocks();
 }
 
 int32_t CacheCoordinator::NumNewlyReleasableLcmBlocks(std::span<const BlockTable> tables) const {

@@ -108,9 +108,9 @@ class CacheCoordinator {
 
   // Gauges. Parents are counted once however many blocks of them are referenced.
   int32_t NumEmptyLcmBlocks() const { return pool_.NumEmptyLcmBlocks(); }
-  // Distinct parents referenced by the tables of the given requests.
-  int32_t NumActiveLcmBlocks(std::span<const std::span<const BlockTable>> requests) const;
-  // Empty parents and those that eviction alone could empty. A scan of all parents.
+  // Distinct parents referenced by the tables of requests. O(1).
+  int32_t NumActiveLcmBlocks() const { return pool_.NumActiveLcmBlocks(); }
+  // Empty parents and those that eviction alone could empty. O(1).
   int32_t NumAvailableLcmBlocks() const;
   // Parents that would become empty or fully evictable if these tables were freed. A scan.
   int32_t NumNewlyReleasableLcmBlocks(std::span<const BlockTable> tables) const;

@@ -12,7 +12,7 @@ CacheGroup::CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGrou
       device_pool_(device_pool),
       geometry_(spec, prefix_granularity),
       allocator_(device_pool, group_id, spec.cache_blocks_per_lcm_block, spec.shard_count),
-      index_(group_id) {}
+      index_(group_id, geometry_.IsPrefixClosed()) {}
 
 std::vector<CacheKey> CacheGroup::ExpandKeys(std::span<const PrefixHash> hashes) const {
   return ExpandCacheKeys(hashes, group_id(), geometry_.BlocksPerPrefixPage());

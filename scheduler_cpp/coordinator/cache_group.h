@@ -61,7 +61,7 @@ class CacheGroup {
                     uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys);
 
   CacheGroupKind kind_;
-  const BlockPool& device_pool_;
+  BlockPool& device_pool_;
   GroupGeometry geometry_;
   GroupAllocator allocator_;
   PrefixCacheIndex index_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <new>
 #include <string>
 
 #include "core/check.h"
@@ -13,19 +14,46 @@ constexpr int32_t kBitsPerWord = 64;
 
 }  // namespace
 
-BlockPool::BlockPool(int32_t num_lcm_blocks, std::vector<int32_t> cache_blocks_per_lcm_block) {
+BlockPool::BlockPool(int32_t num_lcm_blocks, std::vector<int32_t> cache_blocks_per_lcm_block)
+    : num_parents_(num_lcm_blocks), num_empty_(num_lcm_blocks) {
   TOKENSPEED_CHECK(num_lcm_blocks >= 0, "a pool needs a non-negative number of parents");
   for (int32_t packing : cache_blocks_per_lcm_block) {
     TOKENSPEED_CHECK(packing > 0, "a group needs a positive number of blocks per parent");
     CheckedInt32(int64_t{num_lcm_blocks} * packing);
-    groups_.push_back(Group{.packing = packing, .buckets = 0, .free_slots = 0, .partial = {}});
+    groups_.push_back(Group{.packing = packing, .buckets = 0, .free_slots = 0, .evictable = 0, .partial = {}});
   }
-  parents_.resize(static_cast<std::size_t>(num_lcm_blocks) + 1);
-  for (int32_t id = 1; id <= num_lcm_blocks; ++id) empty_.push_back(id);
+  const std::size_t count = static_cast<std::size_t>(num_lcm_blocks) + 1;
+  parents_.reset(static_cast<Parent*>(std::calloc(count, sizeof(Parent))));
+  if (parents_ == nullptr) throw std::bad_alloc();
 }
 
 BlockPool::~BlockPool() {
   TOKENSPEED_FATAL(NumEmptyLcmBlocks() == NumLcmBlocks(), "a pool is destroyed while references to its blocks live");
+  for (int32_t id = 1; id < first_unopened_; ++id) {
+    delete[] parents_[id].records;
+    delete[] parents_[id].free_words;
+  }
+}
+
+int32_t BlockPool::PopEmpty() {
+  TOKENSPEED_CHECK(num_empty_ > 0, "the capacity of a group was miscounted");
+  --num_empty_;
+  if (first_unopened_ <= num_parents_) return first_unopened_++;
+  const int32_t id = first_returned_;
+  first_returned_ = parents_[id].next_empty;
+  if (first_returned_ == 0) last_returned_ = 0;
+  return id;
+}
+
+void BlockPool::PushEmpty(int32_t lcm_block_id) {
+  parents_[lcm_block_id].next_empty = 0;
+  if (last_returned_ == 0) {
+    first_returned_ = lcm_block_id;
+  } else {
+    parents_[last_returned_].next_empty = lcm_block_id;
+  }
+  last_returned_ = lcm_block_id;
+  ++num_empty_;
 }
 
 void BlockPool::RegisterGroup(int32_t group, int32_t cache_blocks_per_lcm_block, int32_t shard_count) {
@@ -71,8 +99,10 @@ CacheBlockRef BlockPool::TakeOrdinary(int32_t group) {
     if (!partial.empty()) best = std::min(best, *partial.begin());
   }
   if (best.first > 0) return OpenFront(group, 0);
-  const std::vector<int32_t>& lowest_free = ParentAt(best.second).lowest_free;
-  return OccupyPartial(best.second, *std::min_element(lowest_free.begin(), lowest_free.end()));
+  const Parent& parent = ParentAt(best.second);
+  int32_t lowest = g.packing;
+  for (int32_t bucket = 0; bucket < g.buckets; ++bucket) lowest = std::min(lowest, LowestFree(g, parent, bucket));
+  return OccupyPartial(best.second, lowest);
 }
 
 CacheBlockRef BlockPool::TakeBalanced(int32_t group, std::vector<int64_t>& loads) {
@@ -88,53 +118,55 @@ CacheBlockRef BlockPool::TakeBalanced(int32_t group, std::vector<int64_t>& loads
   }
   ++loads[chosen];
   const int32_t id = g.partial[chosen].begin()->second;
-  return OccupyPartial(id, ParentAt(id).lowest_free[chosen]);
+  return OccupyPartial(id, LowestFree(g, ParentAt(id), chosen));
 }
 
 CacheBlockRef BlockPool::OpenFront(int32_t group, int32_t slot) {
   Group& g = GroupAt(group);
-  TOKENSPEED_CHECK(!empty_.empty(), "the capacity of a group was miscounted");
-  const int32_t id = empty_.front();
-  Parent& parent = ParentAt(id);
+  const int32_t id = PopEmpty();
+  Parent& parent = parents_[id];
   if (parent.record_count != g.packing) {
-    parent.records = std::make_unique<CacheBlock[]>(static_cast<std::size_t>(g.packing));
+    delete[] parent.records;
+    parent.records = new CacheBlock[static_cast<std::size_t>(g.packing)];
     parent.record_count = g.packing;
   }
   const int32_t words = WordsPerBucket(g);
-  parent.free_bits.assign(static_cast<std::size_t>(words) * g.buckets, 0);
-  parent.lowest_free.resize(static_cast<std::size_t>(g.buckets));
-  for (int32_t bucket = 0; bucket < g.buckets; ++bucket) {
-    parent.lowest_free[bucket] = bucket;
-    for (int32_t i = 0; i < g.packing / g.buckets; ++i) {
-      parent.free_bits[bucket * words + i / kBitsPerWord] |= uint64_t{1} << (i % kBitsPerWord);
-    }
+  if (parent.num_free_words != words * g.buckets) {
+    delete[] parent.free_words;
+    parent.free_words = new uint64_t[static_cast<std::size_t>(words) * g.buckets];
+    parent.num_free_words = words * g.buckets;
   }
-  empty_.pop_front();
-  parent.group = group;
+  const int32_t slots = g.packing / g.buckets;
+  for (int32_t word = 0; word < parent.num_free_words; ++word) {
+    const int32_t left = slots - word % words * kBitsPerWord;
+    parent.free_words[word] = left >= kBitsPerWord ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+  }
+  parent.group_plus_one = group + 1;
   g.free_slots += g.packing;
   return Occupy(id, slot);
 }
 
 CacheBlockRef BlockPool::OccupyPartial(int32_t lcm_block_id, int32_t slot) {
   const Parent& parent = ParentAt(lcm_block_id);
-  RemoveFromPartial(GroupAt(parent.group), parent, lcm_block_id);
+  RemoveFromPartial(GroupAt(parent.group()), parent, lcm_block_id);
   return Occupy(lcm_block_id, slot);
 }
 
 CacheBlockRef BlockPool::Occupy(int32_t lcm_block_id, int32_t slot) {
-  Parent& parent = ParentAt(lcm_block_id);
-  Group& g = GroupAt(parent.group);
+  Parent& parent = parents_[lcm_block_id];
+  Group& g = groups_[parent.group()];
   CacheBlock& record = parent.records[slot];
   record.pool_ = this;
+  record.cached_ = nullptr;
   record.location_ = {lcm_block_id, slot};
-  record.group_ = parent.group;
+  record.group_ = parent.group();
   record.owners_ = 1;
-  ++parent.occupied;
+  CountHandles(record, 1);
+  if (parent.occupied++ == parent.evictable && parent.evictable > 0) --num_evictable_parents_;
   --g.free_slots;
   const int32_t bucket = slot % g.buckets;
   const int32_t bit = slot / g.buckets;
-  parent.free_bits[bucket * WordsPerBucket(g) + bit / kBitsPerWord] &= ~(uint64_t{1} << (bit % kBitsPerWord));
-  if (parent.lowest_free[bucket] == slot) parent.lowest_free[bucket] = NextFreeSlot(g, parent, slot);
+  parent.free_words[bucket * WordsPerBucket(g) + bit / kBitsPerWord] &= ~(uint64_t{1} << (bit % kBitsPerWord));
   InsertIntoPartial(g, parent, lcm_block_id);
   return CacheBlockRef(&record);
 }
@@ -142,32 +174,62 @@ CacheBlockRef BlockPool::Occupy(int32_t lcm_block_id, int32_t slot) {
 void BlockPool::Release(const CacheBlock& block) noexcept {
   const auto [id, slot] = block.location_;
   Parent& parent = parents_[id];
-  Group& g = groups_[parent.group];
+  Group& g = groups_[parent.group()];
   RemoveFromPartial(g, parent, id);
-  --parent.occupied;
+  if (--parent.occupied == parent.evictable && parent.evictable > 0) ++num_evictable_parents_;
   ++g.free_slots;
   if (parent.occupied == 0) {
     g.free_slots -= g.packing;
-    parent.group = -1;
-    empty_.push_back(id);
+    parent.group_plus_one = 0;
+    PushEmpty(id);
     return;
   }
   const int32_t bucket = slot % g.buckets;
   const int32_t bit = slot / g.buckets;
-  parent.free_bits[bucket * WordsPerBucket(g) + bit / kBitsPerWord] |= uint64_t{1} << (bit % kBitsPerWord);
-  parent.lowest_free[bucket] = std::min(parent.lowest_free[bucket], slot);
+  parent.free_words[bucket * WordsPerBucket(g) + bit / kBitsPerWord] |= uint64_t{1} << (bit % kBitsPerWord);
   InsertIntoPartial(g, parent, id);
+}
+
+void BlockPool::CountEvictable(const CacheBlock& block, int32_t change) noexcept {
+  Parent& parent = parents_[block.location_.lcm_block_id];
+  groups_[block.group_].evictable += change;
+  if (parent.evictable == parent.occupied) --num_evictable_parents_;
+  parent.evictable += change;
+  if (parent.evictable == parent.occupied) ++num_evictable_parents_;
+}
+
+void BlockPool::CountHandles(const CacheBlock& block, int32_t change) noexcept {
+  Parent& parent = parents_[block.location_.lcm_block_id];
+  const bool was_active = parent.handles > parent.passive;
+  parent.handles += change;
+  num_active_parents_ += (parent.handles > parent.passive) - was_active;
+}
+
+void BlockPool::CountPassive(int32_t lcm_block_id, int32_t change) noexcept {
+  Parent& parent = parents_[lcm_block_id];
+  const bool was_active = parent.handles > parent.passive;
+  parent.passive += change;
+  num_active_parents_ += (parent.handles > parent.passive) - was_active;
+}
+
+void BlockPool::SetCached(const CacheBlockRef& block, CachedBlock* cached) {
+  TOKENSPEED_CHECK(block.IsOwnedBy(*this), "a block of another pool is cached");
+  CacheBlock& record = parents_[block->Location().lcm_block_id].records[block->Location().slot_index];
+  TOKENSPEED_CHECK((record.cached_ == nullptr) != (cached == nullptr), "a block is cached twice, or not at all");
+  if (record.owners_ == 1) CountEvictable(record, cached != nullptr ? 1 : -1);
+  CountPassive(record.location_.lcm_block_id, cached != nullptr ? 1 : -1);
+  record.cached_ = cached;
 }
 
 void BlockPool::RemoveFromPartial(Group& group, const Parent& parent, int32_t lcm_block_id) {
   for (int32_t bucket = 0; bucket < group.buckets; ++bucket) {
-    if (parent.lowest_free[bucket] < group.packing) group.partial[bucket].erase({-parent.occupied, lcm_block_id});
+    if (LowestFree(group, parent, bucket) < group.packing) group.partial[bucket].erase({-parent.occupied, lcm_block_id});
   }
 }
 
 void BlockPool::InsertIntoPartial(Group& group, const Parent& parent, int32_t lcm_block_id) {
   for (int32_t bucket = 0; bucket < group.buckets; ++bucket) {
-    if (parent.lowest_free[bucket] < group.packing) group.partial[bucket].emplace(-parent.occupied, lcm_block_id);
+    if (LowestFree(group, parent, bucket) < group.packing) group.partial[bucket].emplace(-parent.occupied, lcm_block_id);
   }
 }
 
@@ -181,7 +243,7 @@ int32_t BlockPool::NextFreeSlot(const Group& group, const Parent& parent, int32_
   const int32_t bit = slot / group.buckets;
   uint64_t mask = ~uint64_t{0} << (bit % kBitsPerWord);
   for (int32_t word = bit / kBitsPerWord; word < words; ++word) {
-    const uint64_t free = parent.free_bits[bucket * words + word] & mask;
+    const uint64_t free = parent.free_words[bucket * words + word] & mask;
     if (free != 0) return (word * kBitsPerWord + std::countr_zero(free)) * group.buckets + bucket;
     mask = ~uint64_t{0};
   }
@@ -194,27 +256,38 @@ int32_t BlockPool::NumFreeSlots(int32_t group) const { return GroupAt(group).fre
 
 int64_t BlockPool::Capacity(int32_t group) const {
   const Group& g = GroupAt(group);
-  return g.free_slots + static_cast<int64_t>(empty_.size()) * g.packing;
+  return g.free_slots + int64_t{num_empty_} * g.packing;
 }
 
-int32_t BlockPool::BoundGroup(int32_t lcm_block_id) const { return ParentAt(lcm_block_id).group; }
+int32_t BlockPool::BoundGroup(int32_t lcm_block_id) const { return ParentAt(lcm_block_id).group(); }
 
 int32_t BlockPool::OccupiedCount(int32_t lcm_block_id) const { return ParentAt(lcm_block_id).occupied; }
 
+bool BlockPool::IsEvictable(int32_t lcm_block_id) const {
+  const Parent& parent = ParentAt(lcm_block_id);
+  return parent.occupied > 0 && parent.evictable == parent.occupied;
+}
+
 bool BlockPool::IsOccupied(CacheBlockLocation location) const { return UseCount(location) > 0; }
 
-int32_t BlockPool::UseCount(CacheBlockLocation location) const {
+const CacheBlock* BlockPool::BlockAt(CacheBlockLocation location) const {
   const Parent& parent = ParentAt(location.lcm_block_id);
   TOKENSPEED_CHECK(location.slot_index >= 0, "a slot index is negative");
-  if (parent.group < 0) return 0;
+  if (parent.group() < 0) return nullptr;
   TOKENSPEED_CHECK(location.slot_index < parent.record_count, "a slot lies outside its parent");
-  return parent.records[location.slot_index].owners_;
+  const CacheBlock& record = parent.records[location.slot_index];
+  return record.owners_ > 0 ? &record : nullptr;
+}
+
+int32_t BlockPool::UseCount(CacheBlockLocation location) const {
+  const CacheBlock* block = BlockAt(location);
+  return block == nullptr ? 0 : block->owners_;
 }
 
 std::vector<CacheBlockLocation> BlockPool::OccupiedLocations(int32_t lcm_block_id) const {
   const Parent& parent = ParentAt(lcm_block_id);
   std::vector<CacheBlockLocation> locations;
-  if (parent.group < 0) return locations;
+  if (parent.group() < 0) return locations;
   locations.reserve(static_cast<std::size_t>(parent.occupied));
   for (int32_t slot = 0; slot < parent.record_count; ++slot) {
     if (parent.records[slot].owners_ > 0) locations.push_back({lcm_block_id, slot});

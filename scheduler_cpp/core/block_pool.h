@@ -8,20 +8,24 @@
 //   first, ties by lowest id.
 // - Opening a parent takes the front of the FIFO; a parent that becomes empty joins its back.
 // - An exact acquisition either returns all blocks or changes nothing.
+// - A block is evictable while somebody caches it and nobody but that cache owns it; a parent is, while all its occupied
+//   slots are.
 //
 // A bucket is one of the group's `shard_count` cyclic owners: bucket of a slot = slot mod shard_count.
 //
-// The pool counts storage only. It stores no key, owner or recency and knows no quantity in tokens.
+// The pool counts storage only. It stores no key and no recency and knows no quantity in tokens.
 //
 // Ownership: blocks are owned by the CacheBlockRefs handed out; destroying the pool while one lives is fatal.
 // Thread safety: none.
-// Costs: queries O(1); occupy and release O(buckets * log parents); opening a parent allocates its slot records once.
+// Costs: construction O(groups), whatever the number of parents; 48 bytes of a parent that was never opened, which no
+// memory page backs until then. Queries O(1); occupy and release O(buckets * log parents), O(1) for a group of one block
+// per parent; opening a parent allocates its slot records once.
 
 #ifndef TOKENSPEED_CORE_BLOCK_POOL_H_
 #define TOKENSPEED_CORE_BLOCK_POOL_H_
 
 #include <cstdint>
-#include <deque>
+#include <cstdlib>
 #include <memory>
 #include <set>
 #include <span>
@@ -56,8 +60,15 @@ class BlockPool {
   CacheBlockRef AcquireBlock(int32_t group);
 
   int32_t NumGroups() const { return static_cast<int32_t>(groups_.size()); }
-  int32_t NumLcmBlocks() const { return static_cast<int32_t>(parents_.size()) - 1; }
-  int32_t NumEmptyLcmBlocks() const { return static_cast<int32_t>(empty_.size()); }
+  int32_t NumLcmBlocks() const { return num_parents_; }
+  int32_t NumEmptyLcmBlocks() const { return num_empty_; }
+  // Parents with nothing but evictable blocks.
+  int32_t NumEvictableLcmBlocks() const { return num_evictable_parents_; }
+  bool IsEvictable(int32_t lcm_block_id) const;
+  // Parents with a block that somebody owns beside its cache and the transfers in flight.
+  int32_t NumActiveLcmBlocks() const { return num_active_parents_; }
+  // Evictable blocks of a group.
+  int32_t NumEvictableBlocks(int32_t group) const { return GroupAt(group).evictable; }
   int32_t Packing(int32_t group) const;
   // Unoccupied slots in parents bound to `group`.
   int32_t NumFreeSlots(int32_t group) const;
@@ -68,10 +79,19 @@ class BlockPool {
   int32_t BoundGroup(int32_t lcm_block_id) const;
   int32_t OccupiedCount(int32_t lcm_block_id) const;
   bool IsOccupied(CacheBlockLocation location) const;
+  // Null when the slot is free.
+  const CacheBlock* BlockAt(CacheBlockLocation location) const;
   // Number of live handles to a location; 0 when the slot is free.
   int32_t UseCount(CacheBlockLocation location) const;
   // How often a handle has let go of a block, ever. While it stands still nothing has become free or unshared.
   uint64_t NumDroppedHandles() const { return dropped_handles_; }
+  // Says who caches the block from now on; the cache owns one handle itself. Null ends it. The block must be occupied,
+  // and must not be cached by another.
+  void SetCached(const CacheBlockRef& block, CachedBlock* cached);
+  // Says that a handle is from now on, or no longer, a transfer's: it keeps the block but does not make it active.
+  void BeginTransfer(const CacheBlockRef& block) { CountPassive(block->Location().lcm_block_id, 1); }
+  void EndTransfer(const CacheBlockRef& block) { CountPassive(block->Location().lcm_block_id, -1); }
+
   // Occupied slots of a parent in increasing slot order.
   std::vector<CacheBlockLocation> OccupiedLocations(int32_t lcm_block_id) const;
 
@@ -85,16 +105,27 @@ class BlockPool {
     int32_t packing = 0;
     int32_t buckets = 0;  // 0 until registered or first used
     int32_t free_slots = 0;
+    int32_t evictable = 0;
     std::vector<PartialParents> partial;  // one per bucket
   };
 
+  // All zero bytes are a parent that was never opened, so that memory fresh from the system needs no initialisation.
   struct Parent {
-    int32_t group = -1;
-    int32_t occupied = 0;
-    int32_t record_count = 0;               // slots that `records` holds
-    std::unique_ptr<CacheBlock[]> records;  // kept when the parent empties, so a dying handle never frees itself
-    std::vector<uint64_t> free_bits;        // bucket after bucket; bit i of bucket b is slot i * buckets + b
-    std::vector<int32_t> lowest_free;       // per bucket; the packing when the bucket is full
+    int32_t group_plus_one;  // 0 while it is empty
+    int32_t occupied;
+    int32_t evictable;
+    int32_t handles;       // to all its blocks
+    int32_t passive;       // of these: the caches' own, and those of transfers
+    int32_t next_empty;    // the one behind it in the FIFO
+    int32_t record_count;  // slots that `records` holds
+    int32_t num_free_words;
+    CacheBlock* records;   // owned; kept when the parent empties, so a dying handle never frees itself
+    uint64_t* free_words;  // owned; bucket after bucket; bit i of bucket b is slot i * buckets + b
+
+    int32_t group() const { return group_plus_one - 1; }
+  };
+  struct FreeMemory {
+    void operator()(void* memory) const { std::free(memory); }
   };
 
   Group& GroupAt(int32_t group);
@@ -102,6 +133,11 @@ class BlockPool {
   Parent& ParentAt(int32_t lcm_block_id);
   const Parent& ParentAt(int32_t lcm_block_id) const;
   void FixBuckets(Group& group, int32_t buckets);
+  int32_t PopEmpty();
+  void PushEmpty(int32_t lcm_block_id);
+  void CountEvictable(const CacheBlock& block, int32_t change) noexcept;
+  void CountHandles(const CacheBlock& block, int32_t change) noexcept;
+  void CountPassive(int32_t lcm_block_id, int32_t change) noexcept;
 
   CacheBlockRef TakeOrdinary(int32_t group);
   CacheBlockRef TakeBalanced(int32_t group, std::vector<int64_t>& loads);
@@ -115,12 +151,23 @@ class BlockPool {
   static void InsertIntoPartial(Group& group, const Parent& parent, int32_t lcm_block_id);
 
   static int32_t WordsPerBucket(const Group& group);
+  // Lowest free slot of a bucket; the packing when it is full.
+  static int32_t LowestFree(const Group& group, const Parent& parent, int32_t bucket) {
+    return NextFreeSlot(group, parent, bucket);
+  }
   // Lowest free slot of a bucket at or above `slot` (a slot of that bucket); the packing when there is none.
   static int32_t NextFreeSlot(const Group& group, const Parent& parent, int32_t slot);
 
   std::vector<Group> groups_;
-  std::vector<Parent> parents_;  // index 0 is the null parent, never used
-  std::deque<int32_t> empty_;
+  int32_t num_parents_;
+  std::unique_ptr<Parent[], FreeMemory> parents_;  // index 0 is the null parent, never used
+  // The FIFO: first the parents that were never opened, in order, then the list of those that came back.
+  int32_t first_unopened_ = 1;
+  int32_t first_returned_ = 0;
+  int32_t last_returned_ = 0;
+  int32_t num_empty_;
+  int32_t num_evictable_parents_ = 0;
+  int32_t num_active_parents_ = 0;
   uint64_t dropped_handles_ = 0;
 };
 

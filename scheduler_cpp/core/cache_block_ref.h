@@ -37,17 +37,32 @@ struct CacheBlockLocationHash {
   }
 };
 
+// What a cached block is to whoever caches it. Opaque to the pool, which only says when the last handle beside the
+// cache's own appears or goes.
+class CachedBlock {
+ public:
+  // The block has now this one owner left, or more than one again. Must not touch any handle.
+  virtual void OnUnpinned() noexcept = 0;
+  virtual void OnPinned() noexcept = 0;
+
+ protected:
+  ~CachedBlock() = default;
+};
+
 // The pool's record of one slot. Only reachable through a handle while the slot is occupied.
 class CacheBlock {
  public:
   CacheBlockLocation Location() const { return location_; }
   int32_t group() const { return group_; }
+  // Who caches the block; null when nobody does. Set through BlockPool.
+  CachedBlock* cached() const { return cached_; }
 
  private:
   friend class BlockPool;
   friend class CacheBlockRef;
 
   BlockPool* pool_ = nullptr;
+  CachedBlock* cached_ = nullptr;
   CacheBlockLocation location_;
   int32_t group_ = -1;
   int32_t owners_ = 0;
@@ -57,7 +72,7 @@ class CacheBlockRef {
  public:
   CacheBlockRef() = default;
   CacheBlockRef(const CacheBlockRef& other) noexcept : block_(other.block_) {
-    if (block_ != nullptr) ++block_->owners_;
+    if (block_ != nullptr) Share();
   }
   CacheBlockRef(CacheBlockRef&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
   CacheBlockRef& operator=(const CacheBlockRef& other) noexcept {
@@ -86,6 +101,7 @@ class CacheBlockRef {
   friend class BlockPool;
   // Takes over one owner already counted by the pool.
   explicit CacheBlockRef(CacheBlock* block) noexcept : block_(block) {}
+  void Share() noexcept;
 
   CacheBlock* block_ = nullptr;
 };

@@ -6,36 +6,69 @@
 #include "core/check.h"
 
 namespace tokenspeed {
-bool PrefixCacheIndex::Register(const BlockPool& pool, CacheBlockRef& block, const CacheKey& key, uint64_t epoch,
+
+void PrefixCacheIndex::Entry::OnUnpinned() noexcept {
+  parked.key() = Rank();
+  place = home->order.insert(std::move(parked)).position;
+}
+
+void PrefixCacheIndex::Entry::OnPinned() noexcept { parked = home->order.extract(place); }
+
+EvictionRank PrefixCacheIndex::Entry::Rank() const {
+  const int32_t index = metadata.logical_block_index;
+  EvictionRank rank{.epoch = metadata.last_access_epoch, .tier = 2, .position = 0, .location = block->Location()};
+  if (home->prefix_closed) {
+    rank.tier = 3;
+    if (index >= 0) rank.position = -index;  // a prefix is worth more than what follows it
+  } else if (metadata.boundary_kind == BoundaryKind::kChunk && !metadata.was_acquired && index >= 0) {
+    rank.tier = 1;
+    rank.position = index;  // of unproven resume points the deepest is worth most
+  }
+  return rank;
+}
+
+PrefixCacheIndex::~PrefixCacheIndex() {
+  for (PoolEntries& entries : pools_) {
+    for (auto& [key, entry] : entries.by_key) entries.pool->SetCached(entry.block, nullptr);
+  }
+}
+
+bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const CacheKey& key, uint64_t epoch,
                                 int32_t logical_index, BoundaryKind kind) {
   TOKENSPEED_CHECK(block.IsOwnedBy(pool) && block->group() == group_id_, "a foreign block is published");
   TOKENSPEED_CHECK(key.group_id == group_id_, "a block is published under the key of another group");
   TOKENSPEED_CHECK(epoch > 0, "a block is published without an access epoch");
   PoolEntries& entries = MutableEntriesOf(pool);
-  const CacheBlockLocation location = block->Location();
 
-  Entry* known = EntryAt(entries, location);
-  TOKENSPEED_CHECK(known == nullptr || known->key == key, "a block is published under a second key");
+  auto* known = static_cast<Entry*>(block->cached());
+  TOKENSPEED_CHECK(known == nullptr || *known->key == key, "a block is published under a second key");
   if (known == nullptr) {
     const auto canonical = entries.by_key.find(key);
     if (canonical != entries.by_key.end()) known = &canonical->second;
   }
   if (known != nullptr) {
-    Touch(entries, *known, epoch);
-    known->metadata.boundary_kind = std::max(known->metadata.boundary_kind, kind);
-    block = known->block;
+    Update(*known, [&](PrefixEntryMetadata& metadata) {
+      metadata.last_access_epoch = epoch;
+      metadata.boundary_kind = std::max(metadata.boundary_kind, kind);
+    });
+    if (block != known->block) block = known->block;
     return false;
   }
 
-  const PrefixEntryMetadata metadata{
+  const auto made = entries.by_key.try_emplace(key).first;
+  Entry& entry = made->second;
+  entry.home = &entries;
+  entry.key = &made->first;
+  entry.block = block;
+  entry.metadata = {
       .last_access_epoch = epoch, .logical_block_index = logical_index, .boundary_kind = kind, .was_acquired = false};
-  Entry& entry = entries.by_key.emplace(key, Entry{key, block, metadata}).first->second;
-  entries.by_location.emplace(location, &entry);
-  entries.order.emplace(EvictionRank{epoch, location}, &entry);
+  // The caller's own handle pins it.
+  entry.parked = entries.order.extract(entries.order.emplace(entry.Rank(), &entry).first);
+  pool.SetCached(entry.block, &entry);
   return true;
 }
 
-void PrefixCacheIndex::RegisterFullBlocks(const BlockPool& pool, std::span<CacheBlockRef> blocks,
+void PrefixCacheIndex::RegisterFullBlocks(BlockPool& pool, std::span<CacheBlockRef> blocks,
                                           std::span<const CacheKey> keys, uint64_t epoch, int32_t first_logical_index,
                                           BoundaryKind kind, std::vector<CacheKey>& new_keys) {
   TOKENSPEED_CHECK(blocks.size() == keys.size(), "each block needs its key");
@@ -53,8 +86,7 @@ bool PrefixCacheIndex::Contains(const BlockPool& pool, const CacheKey& key) cons
 }
 
 bool PrefixCacheIndex::Contains(const BlockPool& pool, CacheBlockLocation location) const {
-  const PoolEntries* entries = EntriesOf(pool);
-  return entries != nullptr && EntryAt(*entries, location) != nullptr;
+  return EntryAt(pool, location) != nullptr;
 }
 
 CacheBlockRef PrefixCacheIndex::Find(const BlockPool& pool, const CacheKey& key) const {
@@ -68,15 +100,18 @@ std::vector<CacheBlockRef> PrefixCacheIndex::AcquireMatched(const BlockPool& poo
                                                             std::span<const uint8_t> mask, uint64_t epoch) {
   TOKENSPEED_CHECK(mask.size() <= keys.size(), "a mask is longer than its keys");
   std::vector<CacheBlockRef> blocks(mask.size());
-  PoolEntries& entries = MutableEntriesOf(pool);
+  const auto entries = std::find_if(pools_.begin(), pools_.end(), [&](const auto& of) { return of.pool == &pool; });
   for (std::size_t slot = 0; slot < mask.size(); ++slot) {
     if (mask[slot] == 0) continue;
-    const auto found = entries.by_key.find(keys[slot]);
-    TOKENSPEED_CHECK(found != entries.by_key.end(), "a probe is used after its blocks were evicted");
+    TOKENSPEED_CHECK(entries != pools_.end(), "a probe is used after its blocks were evicted");
+    const auto found = entries->by_key.find(keys[slot]);
+    TOKENSPEED_CHECK(found != entries->by_key.end(), "a probe is used after its blocks were evicted");
     Entry& entry = found->second;
-    Touch(entries, entry, epoch);
-    entry.metadata.was_acquired = true;
-    blocks[slot] = entry.block;
+    blocks[slot] = entry.block;  // pins it, so that the change below moves nothing
+    Update(entry, [&](PrefixEntryMetadata& metadata) {
+      metadata.last_access_epoch = epoch;
+      metadata.was_acquired = true;
+    });
   }
   return blocks;
 }
@@ -89,81 +124,59 @@ std::vector<CacheBlockLocation> PrefixCacheIndex::MatchedLocations(const BlockPo
   const PoolEntries* entries = EntriesOf(pool);
   for (std::size_t slot = 0; slot < mask.size(); ++slot) {
     if (mask[slot] == 0) continue;
-    TOKENSPEED_CHECK(entries != nullptr && entries->by_key.contains(keys[slot]),
-                     "a probe is used after its blocks were evicted");
-    locations.push_back(entries->by_key.find(keys[slot])->second.block->Location());
+    TOKENSPEED_CHECK(entries != nullptr, "a probe is used after its blocks were evicted");
+    const auto found = entries->by_key.find(keys[slot]);
+    TOKENSPEED_CHECK(found != entries->by_key.end(), "a probe is used after its blocks were evicted");
+    locations.push_back(found->second.block->Location());
   }
   return locations;
 }
 
 std::optional<PrefixEntryMetadata> PrefixCacheIndex::MetadataFor(const BlockPool& pool,
                                                                  CacheBlockLocation location) const {
-  const PoolEntries* entries = EntriesOf(pool);
-  const Entry* entry = entries == nullptr ? nullptr : EntryAt(*entries, location);
+  const Entry* entry = EntryAt(pool, location);
   return entry == nullptr ? std::nullopt : std::optional(entry->metadata);
 }
 
-std::optional<CacheKey> PrefixCacheIndex::Evict(const BlockPool& pool, CacheBlockLocation location) {
-  PoolEntries& entries = MutableEntriesOf(pool);
-  Entry* entry = EntryAt(entries, location);
+std::optional<CacheKey> PrefixCacheIndex::Evict(BlockPool& pool, CacheBlockLocation location) {
+  Entry* entry = EntryAt(pool, location);
   if (entry == nullptr || !entry->block.unique()) return std::nullopt;
-  const CacheKey key = entry->key;
-  entries.order.erase(EvictionRank{entry->metadata.last_access_epoch, location});
-  entries.by_location.erase(location);
+  const CacheKey key = *entry->key;
+  PoolEntries& entries = *entry->home;
+  entries.order.erase(entry->place);
+  pool.SetCached(entry->block, nullptr);
   entries.by_key.erase(key);
   return key;
 }
 
 int32_t PrefixCacheIndex::NumEntries(const BlockPool& pool) const {
   const PoolEntries* entries = EntriesOf(pool);
-  return entries == nullptr ? 0 : static_cast<int32_t>(entries->order.size());
+  return entries == nullptr ? 0 : static_cast<int32_t>(entries->by_key.size());
 }
 
 int32_t PrefixCacheIndex::NumPinnedEntries(const BlockPool& pool) const {
   const PoolEntries* entries = EntriesOf(pool);
-  if (entries == nullptr) return 0;
-  return static_cast<int32_t>(std::count_if(entries->order.begin(), entries->order.end(),
-                                            [](const auto& item) { return !item.second->block.unique(); }));
+  return entries == nullptr ? 0 : static_cast<int32_t>(entries->by_key.size() - entries->order.size());
 }
 
 std::vector<PrefixCacheIndex::Candidate> PrefixCacheIndex::EvictableCandidates(const BlockPool& pool) const {
   std::vector<Candidate> candidates;
-  EvictionCursor cursor = StartEviction(pool);
-  while (NextEvictionEpoch(pool, cursor, candidates)) {
-  }
-  return candidates;
-}
-
-bool PrefixCacheIndex::ParentIsFullyEvictable(const BlockPool& pool, int32_t lcm_block_id) const {
   const PoolEntries* entries = EntriesOf(pool);
-  const std::vector<CacheBlockLocation> locations = pool.OccupiedLocations(lcm_block_id);
-  if (entries == nullptr || locations.empty()) return false;
-  return std::all_of(locations.begin(), locations.end(), [&](CacheBlockLocation location) {
-    const Entry* entry = EntryAt(*entries, location);
-    return entry != nullptr && entry->block.unique();
-  });
+  if (entries == nullptr) return candidates;
+  candidates.reserve(entries->order.size());
+  for (const auto& [rank, entry] : entries->order) candidates.push_back({rank.location, entry->metadata});
+  return candidates;
 }
 
 PrefixCacheIndex::EvictionCursor PrefixCacheIndex::StartEviction(const BlockPool& pool) const {
   const PoolEntries* entries = EntriesOf(pool);
-  return EvictionCursor(entries == nullptr ? EvictionOrder::const_iterator() : entries->order.begin());
+  if (entries == nullptr) return EvictionCursor({}, {});
+  return EvictionCursor(entries->order.begin(), entries->order.end());
 }
 
-bool PrefixCacheIndex::NextEvictionEpoch(const BlockPool& pool, EvictionCursor& cursor,
-                                         std::vector<Candidate>& candidates) const {
-  const PoolEntries* entries = EntriesOf(pool);
-  if (entries == nullptr) return false;
-  bool found = false;
-  while (!found && cursor.next_ != entries->order.end()) {
-    const uint64_t epoch = cursor.next_->first.epoch;
-    for (; cursor.next_ != entries->order.end() && cursor.next_->first.epoch == epoch; ++cursor.next_) {
-      const Entry& entry = *cursor.next_->second;
-      if (!entry.block.unique()) continue;
-      candidates.push_back({cursor.next_->first.location, entry.metadata});
-      found = true;
-    }
-  }
-  return found;
+EvictionRank PrefixCacheIndex::RankAt(const BlockPool& pool, CacheBlockLocation location) const {
+  const Entry* entry = EntryAt(pool, location);
+  return entry == nullptr ? EvictionRank{.location = location} : entry->Rank();
 }
 
 const PrefixCacheIndex::PoolEntries* PrefixCacheIndex::EntriesOf(const BlockPool& pool) const {
@@ -173,25 +186,26 @@ const PrefixCacheIndex::PoolEntries* PrefixCacheIndex::EntriesOf(const BlockPool
   return nullptr;
 }
 
-PrefixCacheIndex::PoolEntries& PrefixCacheIndex::MutableEntriesOf(const BlockPool& pool) {
+PrefixCacheIndex::PoolEntries& PrefixCacheIndex::MutableEntriesOf(BlockPool& pool) {
   for (PoolEntries& entries : pools_) {
     if (entries.pool == &pool) return entries;
   }
-  return pools_.emplace_back(PoolEntries{.pool = &pool, .by_key = {}, .by_location = {}, .order = {}});
+  return pools_.emplace_back(PoolEntries{.pool = &pool, .prefix_closed = prefix_closed_, .by_key = {}, .order = {}});
 }
 
-PrefixCacheIndex::Entry* PrefixCacheIndex::EntryAt(const PoolEntries& entries, CacheBlockLocation location) {
-  const auto found = entries.by_location.find(location);
-  return found == entries.by_location.end() ? nullptr : found->second;
+const PrefixCacheIndex::Entry* PrefixCacheIndex::EntryAt(const BlockPool& pool, CacheBlockLocation location) const {
+  const CacheBlock* block = pool.BlockAt(location);
+  return block == nullptr || block->group() != group_id_ ? nullptr : static_cast<const Entry*>(block->cached());
 }
 
-void PrefixCacheIndex::Touch(PoolEntries& entries, Entry& entry, uint64_t epoch) {
-  if (entry.metadata.last_access_epoch == epoch) return;
-  const CacheBlockLocation location = entry.block->Location();
-  auto node = entries.order.extract(EvictionRank{entry.metadata.last_access_epoch, location});
-  node.key().epoch = epoch;
-  entries.order.insert(std::move(node));
-  entry.metadata.last_access_epoch = epoch;
+template <typename Change>
+void PrefixCacheIndex::Update(Entry& entry, Change&& change) {
+  change(entry.metadata);
+  if (!entry.block.unique()) return;
+  const EvictionRank rank = entry.Rank();
+  if (rank == entry.place->first) return;
+  entry.OnPinned();
+  entry.OnUnpinned();
 }
 
 }  // namespace tokenspeed

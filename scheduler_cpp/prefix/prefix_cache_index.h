@@ -6,13 +6,14 @@
 //   can be evicted.
 // - last_access_epoch >= 1. The boundary kind of an entry never falls, and was_acquired never resets.
 // - Probing (Contains, Find, MetadataFor, MatchedLocations) changes no epoch and no flag.
+// - The eviction order of a pool holds exactly the unpinned entries; the pool tells when an entry joins or leaves them.
 //
 // Entries are kept per pool, so that further storage tiers can share one index. The index neither allocates nor copies
 // storage and never touches a BlockTable.
 //
 // Ownership: borrows the pools it has seen; they must outlive it.
 // Thread safety: none.
-// Costs: lookups O(1) expected; touching or evicting O(log entries).
+// Costs: lookups and touching a pinned entry O(1) expected; pinning, unpinning and evicting O(log unpinned entries).
 
 #ifndef TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
 #define TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
@@ -45,18 +46,19 @@ struct PrefixEntryMetadata {
   friend bool operator==(const PrefixEntryMetadata&, const PrefixEntryMetadata&) = default;
 };
 
+// Value of a block to the cache, within a group. The smallest goes first.
+struct EvictionRank {
+  uint64_t epoch = 0;
+  int32_t tier = 0;  // 0 uncached, 1 probationary boundary, 2 established boundary, 3 closed prefix
+  int32_t position = 0;
+  CacheBlockLocation location;
+
+  friend auto operator<=>(const EvictionRank&, const EvictionRank&) = default;
+};
+
 class PrefixCacheIndex {
-  struct Entry {
-    CacheKey key;
-    CacheBlockRef block;
-    PrefixEntryMetadata metadata;
-  };
-  // Eviction order within a pool: oldest epoch first, then by location.
-  struct EvictionRank {
-    uint64_t epoch;
-    CacheBlockLocation location;
-    friend auto operator<=>(const EvictionRank&, const EvictionRank&) = default;
-  };
+  struct PoolEntries;
+  struct Entry;
   using EvictionOrder = std::map<EvictionRank, Entry*>;
 
  public:
@@ -65,26 +67,34 @@ class PrefixCacheIndex {
     PrefixEntryMetadata metadata;
   };
 
-  // Walks a pool's entries once, in epoch order. Entries must not change while it lives.
+  // Walks a pool's unpinned entries once, in eviction order. Entries must not change while it lives.
   class EvictionCursor {
+   public:
+    // Null at the end.
+    const EvictionRank* rank() const { return next_ == end_ ? nullptr : &next_->first; }
+    void Advance() { ++next_; }
+
    private:
     friend class PrefixCacheIndex;
-    explicit EvictionCursor(EvictionOrder::const_iterator next) : next_(next) {}
+    EvictionCursor(EvictionOrder::const_iterator next, EvictionOrder::const_iterator end) : next_(next), end_(end) {}
     EvictionOrder::const_iterator next_;
+    EvictionOrder::const_iterator end_;
   };
 
-  explicit PrefixCacheIndex(int32_t group_id) : group_id_(group_id) {}
+  // `prefix_closed`: every shorter prefix of a cached one is worth more than the longer one.
+  PrefixCacheIndex(int32_t group_id, bool prefix_closed) : group_id_(group_id), prefix_closed_(prefix_closed) {}
   PrefixCacheIndex(PrefixCacheIndex&&) = default;
+  ~PrefixCacheIndex();
 
   // Publishes `block` under `key`; true when a new entry was made. When the block already has an entry (its key must be
   // this one) or the key already has a canonical block, that entry takes the epoch and at least the kind, and in the
   // latter case `block` is replaced by the canonical handle.
-  bool Register(const BlockPool& pool, CacheBlockRef& block, const CacheKey& key, uint64_t epoch, int32_t logical_index,
+  bool Register(BlockPool& pool, CacheBlockRef& block, const CacheKey& key, uint64_t epoch, int32_t logical_index,
                 BoundaryKind kind);
 
   // Registers each non-null block under the key beside it; logical indices count up from `first_logical_index`. Keys of
   // new entries are appended to `new_keys`.
-  void RegisterFullBlocks(const BlockPool& pool, std::span<CacheBlockRef> blocks, std::span<const CacheKey> keys,
+  void RegisterFullBlocks(BlockPool& pool, std::span<CacheBlockRef> blocks, std::span<const CacheKey> keys,
                           uint64_t epoch, int32_t first_logical_index, BoundaryKind kind,
                           std::vector<CacheKey>& new_keys);
 
@@ -104,34 +114,51 @@ class PrefixCacheIndex {
   std::optional<PrefixEntryMetadata> MetadataFor(const BlockPool& pool, CacheBlockLocation location) const;
 
   // Removes the entry of a location and returns its key; nothing happens when there is none or it is pinned.
-  std::optional<CacheKey> Evict(const BlockPool& pool, CacheBlockLocation location);
+  std::optional<CacheKey> Evict(BlockPool& pool, CacheBlockLocation location);
 
   int32_t NumEntries(const BlockPool& pool) const;
-  // Entries with another owner beside the index. A scan.
+  // Entries with another owner beside the index. O(1), as is the number of entries.
   int32_t NumPinnedEntries(const BlockPool& pool) const;
   // All unpinned entries in eviction order. A scan.
   std::vector<Candidate> EvictableCandidates(const BlockPool& pool) const;
-  // Whether the parent is occupied and each of its blocks is an unpinned entry here. A scan of the parent.
-  bool ParentIsFullyEvictable(const BlockPool& pool, int32_t lcm_block_id) const;
-
   EvictionCursor StartEviction(const BlockPool& pool) const;
-  // Appends the unpinned entries of the next epoch that has any; false when there is none left.
-  bool NextEvictionEpoch(const BlockPool& pool, EvictionCursor& cursor, std::vector<Candidate>& candidates) const;
+  // Where the block at an occupied location, cached or not, stands in the order, were it unpinned.
+  EvictionRank RankAt(const BlockPool& pool, CacheBlockLocation location) const;
 
  private:
+  struct Entry final : CachedBlock {
+    void OnUnpinned() noexcept override;
+    void OnPinned() noexcept override;
+    EvictionRank Rank() const;
+
+    PoolEntries* home = nullptr;
+    const CacheKey* key = nullptr;  // the one in by_key
+    CacheBlockRef block;
+    PrefixEntryMetadata metadata;
+    // Exactly one of these is in use: the place in the order, or the node taken out of it, kept so that unpinning never
+    // allocates.
+    EvictionOrder::iterator place;
+    EvictionOrder::node_type parked;
+  };
+
   struct PoolEntries {
-    const BlockPool* pool;
+    BlockPool* pool;
+    bool prefix_closed;
     std::unordered_map<CacheKey, Entry, CacheKeyHash> by_key;  // its nodes own the entries
-    std::unordered_map<CacheBlockLocation, Entry*, CacheBlockLocationHash> by_location;
-    EvictionOrder order;
+    EvictionOrder order;                                       // the unpinned entries
   };
 
   const PoolEntries* EntriesOf(const BlockPool& pool) const;
-  PoolEntries& MutableEntriesOf(const BlockPool& pool);
-  static Entry* EntryAt(const PoolEntries& entries, CacheBlockLocation location);
-  static void Touch(PoolEntries& entries, Entry& entry, uint64_t epoch);
+  PoolEntries& MutableEntriesOf(BlockPool& pool);
+  const Entry* EntryAt(const BlockPool& pool, CacheBlockLocation location) const;
+  Entry* EntryAt(const BlockPool& pool, CacheBlockLocation location) {
+    return const_cast<Entry*>(static_cast<const PrefixCacheIndex*>(this)->EntryAt(pool, location));
+  }
+  template <typename Change>
+  static void Update(Entry& entry, Change&& change);
 
   int32_t group_id_;
+  bool prefix_closed_;
   std::list<PoolEntries> pools_;
 };
 

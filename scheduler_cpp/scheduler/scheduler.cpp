@@ -155,15 +155,6 @@ int32_t Scheduler::PrefillingSize() const {
 
 int32_t Scheduler::DecodingSize() const { return book_.Count(RequestState::kDecoding); }
 
-int32_t Scheduler::ActiveLcmBlocks() const {
-  std::vector<std::span<const BlockTable>> tables;
-  tables.reserve(book_.resident().size());
-  for (const auto& [rank, request] : book_.resident()) {
-    tables.push_back(std::as_const(*request).resources().tables());
-  }
-  return coordinator_.NumActiveLcmBlocks(tables);
-}
-
 int32_t Scheduler::RequestTokenSize(const std::string& request_id) const {
   const Request* request = book_.Find(request_id);
   return request == nullptr ? -1 : request->TokenSize();

@@ -68,7 +68,7 @@ class Scheduler {
   int64_t NumRetractions() const { return num_retractions_; }
 
   int32_t EmptyLcmBlocks() const { return coordinator_.NumEmptyLcmBlocks(); }
-  int32_t ActiveLcmBlocks() const;
+  int32_t ActiveLcmBlocks() const { return coordinator_.NumActiveLcmBlocks(); }
   int32_t AvailableLcmBlocks() const { return coordinator_.NumAvailableLcmBlocks(); }
   // Prompt and landed output; -1 for an unknown id.
   int32_t RequestTokenSize(const std::string& request_id) const;

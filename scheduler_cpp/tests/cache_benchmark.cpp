@@ -76,9 +76,6 @@ void BenchmarkDecode() {
       }
     }
   });
-  std::vector<std::span<const BlockTable>> views(residents.begin(), residents.end());
-  int32_t active = 0;
-  Report("active parents, per table slot", int64_t{kResidents} * 2 * 136, [&] { active = cache.NumActiveLcmBlocks(views); });
   for (auto& tables : residents) cache.Free(tables);
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 
 
 namespace tokenspeed::testing {
@@ -13,6 +14,7 @@ void CacheWorkload::Run() {
   while (!bytes_.empty() && !::testing::Test::HasFailure()) {
     Step();
     for (Request& request : requests_) CheckTables(request);
+    CheckGauges();
   }
   while (!requests_.empty()) Leave(0, false);
   EXPECT_EQ(cache_.NumAvailableLcmBlocks(), cache_.device_pool().NumLcmBlocks());
@@ -192,6 +194,28 @@ void CacheWorkload::CheckReadable(const Request& request, int32_t position) {
       EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, position));
     }
   }
+}
+
+void CacheWorkload::CheckGauges() const {
+  const BlockPool& pool = cache_.device_pool();
+  int32_t available = 0;
+  for (int32_t parent = 1; parent <= pool.NumLcmBlocks(); ++parent) {
+    const auto locations = pool.OccupiedLocations(parent);
+    const int32_t bound = pool.BoundGroup(parent);
+    available += std::all_of(locations.begin(), locations.end(), [&](CacheBlockLocation location) {
+      return pool.UseCount(location) == 1 && cache_.group(bound).index().Contains(pool, location);
+    });
+  }
+  EXPECT_EQ(cache_.NumAvailableLcmBlocks(), available);
+  std::set<int32_t> active;
+  for (const Request& request : requests_) {
+    for (const BlockTable& table : request.tables) {
+      for (const CacheBlockRef& block : table.blocks) {
+        if (block) active.insert(block->Location().lcm_block_id);
+      }
+    }
+  }
+  EXPECT_EQ(cache_.NumActiveLcmBlocks(), static_cast<int32_t>(active.size()));
 }
 
 CacheWorkload::Image CacheWorkload::Snapshot(const Request& request) const {

@@ -85,6 +85,9 @@ class CacheWorkload {
 
   void CheckTables(Request& request);
 
+  // The gauges against a scan of the pool and all tables.
+  void CheckGauges() const;
+
   // Everything observable of pool, indexes and this request's tables.
   Image Snapshot(const Request& request) const;
 

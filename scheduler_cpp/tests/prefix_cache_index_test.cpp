@@ -13,8 +13,8 @@ namespace tokenspeed {
 namespace {
 
 struct Fixture {
-  explicit Fixture(int32_t parents = 8, int32_t packing = 1)
-      : pool(parents, {packing}), index(0), keys(ExpandCacheKeys(testing::Hashes(1, 16), 0, 1)) {}
+  explicit Fixture(int32_t parents = 8, int32_t packing = 1, bool prefix_closed = false)
+      : pool(parents, {packing}), index(0, prefix_closed), keys(ExpandCacheKeys(testing::Hashes(1, 16), 0, 1)) {}
 
   // Publishes a fresh block under key `k` and lets go of it; returns its location.
   CacheBlockLocation Cache(int32_t k, uint64_t epoch, BoundaryKind kind = BoundaryKind::kChunk) {
@@ -47,9 +47,9 @@ TEST(PrefixCacheIndex, pinned_entry_is_not_evicted) {
   EXPECT_EQ(pin.use_count(), 2);
   EXPECT_EQ(f.index.NumPinnedEntries(f.pool), 1);
   EXPECT_FALSE(f.index.Evict(f.pool, location).has_value());
-  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, location.lcm_block_id));
+  EXPECT_FALSE(f.pool.IsEvictable(location.lcm_block_id));
   pin.reset();
-  EXPECT_TRUE(f.index.ParentIsFullyEvictable(f.pool, location.lcm_block_id));
+  EXPECT_TRUE(f.pool.IsEvictable(location.lcm_block_id));
   EXPECT_TRUE(f.index.Evict(f.pool, location).has_value());
 }
 
@@ -126,42 +126,73 @@ TEST(PrefixCacheIndex, ranges_skip_holes_and_report_new_keys) {
   EXPECT_EQ(f.index.NumEntries(f.pool), 2);
 }
 
-TEST(PrefixCacheIndex, cursor_yields_epochs_in_order_and_skips_pinned_ones) {
+// The locations that a cursor yields, in its order.
+std::vector<CacheBlockLocation> EvictionOrder(const Fixture& f) {
+  std::vector<CacheBlockLocation> locations;
+  for (auto cursor = f.index.StartEviction(f.pool); cursor.rank() != nullptr; cursor.Advance()) {
+    locations.push_back(cursor.rank()->location);
+  }
+  return locations;
+}
+
+TEST(PrefixCacheIndex, cursor_yields_the_oldest_first_and_skips_pinned_ones) {
   Fixture f;
   const CacheBlockLocation old_a = f.Cache(0, 2);
-  f.Cache(1, 3);  // pinned below
+  const CacheBlockLocation held = f.Cache(1, 3);
   const CacheBlockLocation young = f.Cache(2, 7);
   const CacheBlockLocation old_b = f.Cache(3, 2);
-  const CacheBlockRef pin = f.index.Find(f.pool, f.keys[1]);
-  auto cursor = f.index.StartEviction(f.pool);
-  std::vector<PrefixCacheIndex::Candidate> seen;
-  EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
-  ASSERT_TRUE(seen.size() == 2);
-  EXPECT_TRUE(seen[0].location == old_a && seen[1].location == old_b);
-  EXPECT_TRUE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
-  ASSERT_TRUE(seen.size() == 3);
-  EXPECT_TRUE(seen[2].location == young);
-  EXPECT_EQ(seen[2].metadata.last_access_epoch, uint64_t{7});
-  EXPECT_FALSE(f.index.NextEvictionEpoch(f.pool, cursor, seen));
-  EXPECT_EQ(seen.size(), std::size_t{3});
+  CacheBlockRef pin = f.index.Find(f.pool, f.keys[1]);
+  EXPECT_EQ(EvictionOrder(f), (std::vector{old_a, old_b, young}));
   EXPECT_EQ(f.index.EvictableCandidates(f.pool).size(), std::size_t{3});
+  EXPECT_EQ(f.pool.NumEvictableBlocks(0), 3);
+  pin.reset();
+  EXPECT_EQ(EvictionOrder(f), (std::vector{old_a, old_b, held, young}));
+}
+
+TEST(PrefixCacheIndex, within_an_epoch_a_closed_group_gives_up_suffixes_first) {
+  Fixture f(8, 1, /*prefix_closed=*/true);
+  const CacheBlockLocation first = f.Cache(0, 2);
+  const CacheBlockLocation last = f.Cache(9, 2);
+  const CacheBlockLocation middle = f.Cache(4, 2);
+  EXPECT_EQ(EvictionOrder(f), (std::vector{last, middle, first}));
+}
+
+TEST(PrefixCacheIndex, within_an_epoch_other_groups_keep_what_has_proved_itself) {
+  Fixture f;
+  const CacheBlockLocation endpoint = f.Cache(0, 2, BoundaryKind::kEndpoint);
+  const CacheBlockLocation deep = f.Cache(9, 2);
+  const CacheBlockLocation shallow = f.Cache(4, 2);
+  const CacheBlockLocation acquired = f.Cache(1, 1);
+  f.index.AcquireMatched(f.pool, std::span(f.keys).subspan(1, 1), std::vector<uint8_t>{1}, 2);
+  EXPECT_EQ(EvictionOrder(f), (std::vector{shallow, deep, endpoint, acquired}));
+}
+
+TEST(PrefixCacheIndex, an_unpinned_entry_moves_when_it_is_published_again) {
+  Fixture f;
+  const CacheBlockLocation a = f.Cache(0, 2);
+  const CacheBlockLocation b = f.Cache(1, 3);
+  EXPECT_EQ(EvictionOrder(f), (std::vector{a, b}));
+  CacheBlockRef twin = f.pool.AcquireBlock(0);
+  EXPECT_FALSE(f.index.Register(f.pool, twin, f.keys[0], 9, 0, BoundaryKind::kChunk));
+  twin.reset();
+  EXPECT_EQ(EvictionOrder(f), (std::vector{b, a}));
 }
 
 TEST(PrefixCacheIndex, parent_is_evictable_only_when_every_block_is) {
   Fixture f(2, 3);
   f.Cache(0, 1);
   f.Cache(1, 2);
-  EXPECT_TRUE(f.index.ParentIsFullyEvictable(f.pool, 1));
+  EXPECT_TRUE(f.pool.IsEvictable(1));
   const CacheBlockRef uncached = f.pool.AcquireBlock(0);
-  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, 1));
-  EXPECT_FALSE(f.index.ParentIsFullyEvictable(f.pool, 2));
+  EXPECT_FALSE(f.pool.IsEvictable(1));
+  EXPECT_FALSE(f.pool.IsEvictable(2));
 }
 
 TEST(PrefixCacheIndex, pools_have_separate_entries) {
   Fixture f;
   BlockPool second(2, {1});
   {
-    PrefixCacheIndex index(0);
+    PrefixCacheIndex index(0, /*prefix_closed=*/true);
     CacheBlockRef here = f.pool.AcquireBlock(0);
     CacheBlockRef there = second.AcquireBlock(0);
     EXPECT_TRUE(index.Register(f.pool, here, f.keys[0], 1, 0, BoundaryKind::kChunk));

@@ -19,7 +19,7 @@ constexpr int32_t kWindow10 = 3;  // blocks of 4 tokens
 class Cached {
  public:
   Cached(std::vector<int32_t> slots, int32_t num_keys)
-      : pool_(num_keys + 1, {1}), index_(0), keys_(ExpandCacheKeys(testing::Hashes(1, num_keys), 0, 1)) {
+      : pool_(num_keys + 1, {1}), index_(0, /*prefix_closed=*/false), keys_(ExpandCacheKeys(testing::Hashes(1, num_keys), 0, 1)) {
     for (int32_t slot : slots) {
       CacheBlockRef block = pool_.AcquireBlock(0);
       index_.Register(pool_, block, keys_[slot], 1, slot, BoundaryKind::kChunk);
