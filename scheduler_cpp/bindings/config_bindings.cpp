@@ -95,6 +95,7 @@ void BindSchedulerConfig(py::module_& module) {
       .def_readwrite("disable_prefix_cache", &SchedulerConfig::disable_prefix_cache)
       .def_readwrite("prefix_replay_tokens", &SchedulerConfig::prefix_replay_tokens)
       .def_readwrite("max_overtaken_rounds", &SchedulerConfig::max_overtaken_rounds)
+      .def_readwrite("dense_block_tables", &SchedulerConfig::dense_block_tables)
       .def_property("weight_version", TextGetter(&SchedulerConfig::weight_version),
                     TextSetter(&SchedulerConfig::weight_version));
 }

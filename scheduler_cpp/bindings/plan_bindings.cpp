@@ -2,8 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -31,9 +34,16 @@ py::array BatchView(const py::object& self) {
   return ReadOnlyView(self.cast<const ForwardBatch&>().*Member, self);
 }
 
+const std::map<std::string, BlockTableGrid>& TablesOf(const ForwardBatch& batch) {
+  if (!batch.has_tables) {
+    throw std::runtime_error("dense_block_tables is off, so plans carry no block tables; use Scheduler.block_table_views");
+  }
+  return batch.block_tables;
+}
+
 py::dict BlockTableLists(const ForwardBatch& batch) {
   py::dict tables;
-  for (const auto& [group_id, grid] : batch.block_tables) {
+  for (const auto& [group_id, grid] : TablesOf(batch)) {
     py::list rows;
     for (std::size_t row = 0; row < grid.rows; ++row) {
       const auto ids = grid.Row(row);
@@ -46,7 +56,7 @@ py::dict BlockTableLists(const ForwardBatch& batch) {
 
 py::dict BlockTableViews(const py::object& self) {
   py::dict tables;
-  for (const auto& [group_id, grid] : self.cast<const ForwardBatch&>().block_tables) {
+  for (const auto& [group_id, grid] : TablesOf(self.cast<const ForwardBatch&>())) {
     tables[py::str(group_id)] = ReadOnlyView(
         grid.ids.data(), {static_cast<py::ssize_t>(grid.rows), static_cast<py::ssize_t>(grid.columns)}, self);
   }
@@ -59,6 +69,37 @@ py::dict ZeroViews(const py::object& self) {
     pages[py::str(group_id)] = ReadOnlyView(ids, self);
   }
   return pages;
+}
+
+// All of the batch's lists of numbers under their names, as views.
+py::dict BatchViews(const py::object& self) {
+  const auto& batch = self.cast<const ForwardBatch&>();
+  const std::pair<const char*, const std::vector<int32_t>*> lists[] = {
+      {"request_pool_indices", &batch.request_pool_indices},
+      {"input_lengths", &batch.input_lengths},
+      {"prefill_lengths", &batch.prefill_lengths},
+      {"input_ids", &batch.input_ids},
+      {"shifted_input_ids", &batch.shifted_input_ids},
+      {"extend_prefix_lens", &batch.extend_prefix_lens},
+      {"extend_replay_lens", &batch.extend_replay_lens},
+      {"decode_input_ids", &batch.decode_input_ids}};
+  py::dict views;
+  for (const auto& [name, values] : lists) views[name] = ReadOnlyView(*values, self);
+  return views;
+}
+
+py::dict TableChangeViews(const py::object& self) {
+  py::dict changes;
+  const auto& plan = self.cast<const ExecutionPlan&>();
+  for (std::size_t group = 0; group < plan.table_changes.size(); ++group) {
+    const BlockTableChanges& change = plan.table_changes[group];
+    if (change.spans.empty()) continue;
+    constexpr py::ssize_t kSpanFields = 3;
+    const auto num_spans = static_cast<py::ssize_t>(change.spans.size()) / kSpanFields;
+    changes[py::str((*plan.group_ids)[group])] = py::make_tuple(
+        ReadOnlyView(change.spans.data(), {num_spans, kSpanFields}, self), ReadOnlyView(change.ids, self));
+  }
+  return changes;
 }
 
 void BindBatch(py::module_& module) {
@@ -77,6 +118,7 @@ void BindBatch(py::module_& module) {
       .def_property_readonly("block_tables", &BlockTableLists)
       .def("block_tables_arrays", &BlockTableViews, "Per group: int32 [rows, columns], a read-only view.")
       .def("num_extends", &ForwardBatch::NumExtends, "Number of prefill rows.")
+      .def("arrays", &BatchViews, "Every list of numbers by name: int32 [entries], read-only views.")
       .def("request_pool_indices_array", &BatchView<&ForwardBatch::request_pool_indices>)
       .def("input_lengths_array", &BatchView<&ForwardBatch::input_lengths>)
       .def("prefill_lengths_array", &BatchView<&ForwardBatch::prefill_lengths>)
@@ -99,7 +141,10 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("remote_decode", [](const ExecutionPlan&) { return py::none(); })
       .def_property_readonly("remote_prefill", [](const ExecutionPlan&) { return py::none(); })
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)
-      .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.");
+      .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.")
+      .def("table_changes", &TableChangeViews,
+           "Per group whose resident tables changed since the last plan: spans, int32 [spans, 3] of request-pool slot, "
+           "first column and length; and their entries one after the other, int32 [entries]. Read-only views.");
 }
 
 }  // namespace tokenspeed

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -90,6 +91,22 @@ void FinishRows(GuardedScheduler& self, const IntArray& slots) {
   self.Use([&](Scheduler& scheduler) { scheduler.FinishRows(entries); });
 }
 
+py::dict BlockTableArrays(GuardedScheduler& self) {
+  py::dict arrays;
+  for (auto& [group_id, view] : self.Use([](Scheduler& scheduler) { return scheduler.BlockTableViews(); })) {
+    const auto rows = static_cast<py::ssize_t>(view.rows);
+    const auto columns = static_cast<py::ssize_t>(view.columns);
+    const int32_t* ids = view.ids.get();
+    // The capsule keeps the memory alive, also when the grid has moved on to a wider one.
+    auto* owner = new std::shared_ptr<const int32_t[]>(std::move(view.ids));
+    const py::capsule base(owner, [](void* held) { delete static_cast<std::shared_ptr<const int32_t[]>*>(held); });
+    py::array_t<int32_t> array({rows, columns}, ids, base);
+    array.attr("setflags")(py::arg("write") = false);
+    arrays[py::str(group_id)] = std::move(array);
+  }
+  return arrays;
+}
+
 std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens,
                                     const py::str& cache_salt) {
   const std::string salt = Utf8(cache_salt);
@@ -123,6 +140,9 @@ void BindSteps(SchedulerClass& scheduler) {
       .def("advance_rows", &AdvanceRows, py::arg("slots").noconvert(),
            py::arg("token_counts").noconvert(), py::arg("tokens").noconvert())
       .def("finish_rows", &FinishRows, py::arg("slots").noconvert())
+      .def("block_table_views", &BlockTableArrays,
+           "Per group: int32 [request-pool slots + 1, columns], the tables of all resident requests, kept up to date in "
+           "place by every plan. Ask again after each plan: a grid that had to grow is another array.")
       .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
 }
 

@@ -197,10 +197,6 @@ void CacheCoordinator::ConsumeReservedTokens(std::span<BlockTable> tables, int32
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].allocator().ConsumeReservedTokens(tables[g], num_tokens);
 }
 
-void CacheCoordinator::WriteBlockIds(int32_t group_id, const BlockTable& table, std::span<int32_t> row) const {
-  group(group_id).allocator().WriteBlockIds(table, row);
-}
-
 int32_t CacheCoordinator::NumAvailableLcmBlocks() const {
   return pool_.NumEmptyLcmBlocks() + pool_.NumEvictableLcmBlocks();
 }

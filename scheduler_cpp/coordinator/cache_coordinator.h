@@ -103,9 +103,6 @@ class CacheCoordinator {
   bool HasReclaimableBlocks(std::span<const BlockTable> tables, int32_t num_computed_tokens) const;
   void ConsumeReservedTokens(std::span<BlockTable> tables, int32_t num_tokens);
 
-  // Ids of a table, 0 for holes, written at the front of `row`.
-  void WriteBlockIds(int32_t group_id, const BlockTable& table, std::span<int32_t> row) const;
-
   // Gauges. Parents are counted once however many blocks of them are referenced.
   int32_t NumEmptyLcmBlocks() const { return pool_.NumEmptyLcmBlocks(); }
   // Distinct parents referenced by the tables of requests. O(1).

@@ -20,16 +20,10 @@ GroupAllocator::GroupAllocator(BlockPool& pool, int32_t group, int32_t cache_blo
 }
 
 std::vector<int32_t> GroupAllocator::BlockIds(const BlockTable& table) const {
-  std::vector<int32_t> ids(table.blocks.size());
-  WriteBlockIds(table, ids);
+  std::vector<int32_t> ids;
+  ids.reserve(table.blocks.size());
+  for (int32_t slot = 0; slot < table.NumSlots(); ++slot) ids.push_back(SlotId(table, slot));
   return ids;
-}
-
-void GroupAllocator::WriteBlockIds(const BlockTable& table, std::span<int32_t> row) const {
-  TOKENSPEED_CHECK(row.size() >= table.blocks.size(), "a row is shorter than its table");
-  for (std::size_t slot = 0; slot < table.blocks.size(); ++slot) {
-    row[slot] = table.blocks[slot] ? BlockId(table.blocks[slot]) : kNullCacheBlockId;
-  }
 }
 
 void GroupAllocator::ClaimHitBlocks(BlockTable& table, std::vector<CacheBlockRef> blocks) const {

@@ -37,10 +37,13 @@ class GroupAllocator {
 
   int32_t BlockId(const CacheBlockRef& block) const { return ResolveCacheBlockId(block->Location(), packing_); }
 
+  // The id of one slot, 0 for a hole.
+  int32_t SlotId(const BlockTable& table, int32_t slot) const {
+    const CacheBlockRef& block = table.blocks[static_cast<std::size_t>(slot)];
+    return block ? BlockId(block) : kNullCacheBlockId;
+  }
   // One id per slot, 0 for holes.
   std::vector<int32_t> BlockIds(const BlockTable& table) const;
-  // Writes the same ids at the front of `row`, which has at least one place per slot.
-  void WriteBlockIds(const BlockTable& table, std::span<int32_t> row) const;
 
   // Installs the blocks of a prefix hit in an empty table; leading holes become the frontier.
   void ClaimHitBlocks(BlockTable& table, std::vector<CacheBlockRef> blocks) const;

@@ -18,6 +18,9 @@ struct ExecutionPlan {
   std::shared_ptr<ForwardBatch> forward = std::make_shared<ForwardBatch>();
   // Ids taken from the pool this round, per group, in order of acquisition; hits are not among them.
   std::map<std::string, std::vector<int32_t>> pages_to_zero;
+  // What has changed in the resident tables since the plan before this one, per group in group order.
+  std::vector<BlockTableChanges> table_changes;
+  std::shared_ptr<const std::vector<std::string>> group_ids;
 };
 
 }  // namespace tokenspeed

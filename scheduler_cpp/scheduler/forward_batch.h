@@ -1,5 +1,5 @@
 // One model step as the executor sees it: prefill rows first, then decode rows, with a rectangular block
-// table per cache group. Filled row by row by the plan builder and read-only afterwards.
+// table per cache group, if plans are to carry them. Filled row by row by the plan builder and read-only afterwards.
 
 #ifndef TOKENSPEED_SCHEDULER_FORWARD_BATCH_H_
 #define TOKENSPEED_SCHEDULER_FORWARD_BATCH_H_
@@ -10,6 +10,8 @@
 #include <span>
 #include <string>
 #include <vector>
+
+#include "scheduler/resident_tables.h"
 
 namespace tokenspeed {
 
@@ -26,10 +28,6 @@ struct BlockTableGrid {
 
 class ForwardBatch {
  public:
-  // One row's block ids, one entry per cache group; an empty entry means the row lacks the group. The rows
-  // must outlive the call to Seal.
-  using RowTables = std::span<const std::vector<int32_t>>;
-
   struct PrefillRow {
     const std::string& request_id;
     int32_t request_pool_index = 0;
@@ -37,7 +35,6 @@ class ForwardBatch {
     int32_t start = 0;
     int32_t length = 0;
     int32_t replay = 0;  // leading tokens of these that are fed again
-    RowTables tables;
   };
 
   struct DecodeRow {
@@ -45,13 +42,14 @@ class ForwardBatch {
     int32_t request_pool_index = 0;
     int32_t input_length = 0;
     int32_t prefill_length = 0;
-    RowTables tables;
   };
 
   void AddPrefill(const PrefillRow& row);
   void AddDecode(const DecodeRow& row);
-  // Orders prefill rows before decode rows and builds the tables.
-  void Seal(std::span<const std::string> group_ids);
+  // Orders prefill rows before decode rows.
+  void Seal();
+  // Copies the rows' tables, as they are now, out of the resident ones. After Seal.
+  void CopyTables(std::span<const std::string> group_ids, const ResidentTables& tables);
 
   [[nodiscard]] std::size_t NumRows() const {
     return request_ids.size() + prefill_.request_ids.size() + decode_.request_ids.size();
@@ -73,7 +71,9 @@ class ForwardBatch {
   std::vector<int32_t> decode_input_ids;
   std::vector<std::vector<int32_t>> spec_candidate_ids;
 
+  // Only for groups in which some row has a table.
   std::map<std::string, BlockTableGrid> block_tables;
+  bool has_tables = false;
 
  private:
   // The columns that both kinds of row have; joined by Seal.
@@ -82,11 +82,9 @@ class ForwardBatch {
     std::vector<int32_t> request_pool_indices;
     std::vector<int32_t> input_lengths;
     std::vector<int32_t> prefill_lengths;
-    std::vector<RowTables> tables;
   };
 
   void TakeRows(Rows& rows);
-  void BuildGrid(const std::string& group_id, std::size_t group, std::span<const RowTables> tables);
 
   Rows prefill_;
   Rows decode_;

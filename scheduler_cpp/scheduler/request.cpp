@@ -1,5 +1,6 @@
 #include "scheduler/request.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -8,17 +9,39 @@
 
 namespace tokenspeed {
 
-RequestResources::RequestResources(CacheCoordinator& coordinator, RequestSlot slot, std::vector<BlockTable> tables)
-    : coordinator_(coordinator), slot_(std::move(slot)), tables_(std::move(tables)), ids_(tables_.size()) {
-  RefreshIds();
+RequestResources::RequestResources(CacheCoordinator& coordinator, ResidentTables& written, RequestSlot slot,
+                                   std::vector<BlockTable> tables)
+    : coordinator_(coordinator),
+      written_(written),
+      slot_(std::move(slot)),
+      tables_(std::move(tables)),
+      written_frontiers_(tables_.size(), 0) {
+  WriteTables(std::nullopt);
 }
 
-RequestResources::~RequestResources() { coordinator_.Free(tables_); }
+RequestResources::~RequestResources() {
+  written_.Clear(slot_.index());
+  coordinator_.Free(tables_);
+}
 
-void RequestResources::RefreshIds() {
+void RequestResources::WriteTables(const std::optional<CompletedPages>& completed) {
+  std::vector<int32_t> ids;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
-    ids_[group].resize(static_cast<std::size_t>(tables_[group].NumSlots()));
-    coordinator_.WriteBlockIds(static_cast<int32_t>(group), tables_[group], ids_[group]);
+    const BlockTable& table = tables_[group];
+    const CacheGroup& cache = coordinator_.group(static_cast<int32_t>(group));
+    const std::span<const int32_t> row = written_.Row(group, slot_.index());
+    const auto written = static_cast<int32_t>(row.size());
+    const int32_t frontier = table.reclaimed_prefix_blocks;
+    written_.Erase(group, slot_.index(), static_cast<std::size_t>(written_frontiers_[group]),
+                   static_cast<std::size_t>(std::min(frontier, written)));
+    written_frontiers_[group] = frontier;
+    int32_t first = written;
+    if (completed.has_value()) first = std::min(first, std::max(frontier, cache.FirstPublishedSlot(*completed)));
+    // Most blocks that were published stayed the ones they were.
+    while (first < written && row[static_cast<std::size_t>(first)] == cache.allocator().SlotId(table, first)) ++first;
+    ids.clear();
+    for (int32_t slot = first; slot < table.NumSlots(); ++slot) ids.push_back(cache.allocator().SlotId(table, slot));
+    written_.Write(group, slot_.index(), static_cast<std::size_t>(first), ids);
   }
 }
 

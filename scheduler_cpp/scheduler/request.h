@@ -23,6 +23,7 @@
 #include "scheduler/request_slot_pool.h"
 #include "scheduler/request_spec.h"
 #include "scheduler/reserve.h"
+#include "scheduler/resident_tables.h"
 
 namespace tokenspeed {
 
@@ -32,7 +33,8 @@ inline constexpr int kNumRequestStates = 6;
 // Everything a resident request holds. Dies with its slot and its blocks given back.
 class RequestResources {
  public:
-  RequestResources(CacheCoordinator& coordinator, RequestSlot slot, std::vector<BlockTable> tables);
+  RequestResources(CacheCoordinator& coordinator, ResidentTables& written, RequestSlot slot,
+                   std::vector<BlockTable> tables);
   RequestResources(const RequestResources&) = delete;
   RequestResources& operator=(const RequestResources&) = delete;
   ~RequestResources();
@@ -40,10 +42,9 @@ class RequestResources {
   int32_t slot_index() const { return slot_.index(); }
   std::span<BlockTable> tables() { return tables_; }
   std::span<const BlockTable> tables() const { return tables_; }
-  // Ids of the tables, one list per group, as of the last RefreshIds.
-  std::span<const std::vector<int32_t>> ids() const { return ids_; }
-  // To be called after anything that may have changed a table.
-  void RefreshIds();
+  // To be called after every admission: writes what it changed in the tables into the resident ones. `completed` is what
+  // was published with it, which may have put other blocks into slots that were already written.
+  void WriteTables(const std::optional<CompletedPages>& completed);
 
   CacheProgress progress;
   int32_t results_in_flight = 0;
@@ -51,9 +52,10 @@ class RequestResources {
 
  private:
   CacheCoordinator& coordinator_;
+  ResidentTables& written_;
   RequestSlot slot_;
   std::vector<BlockTable> tables_;
-  std::vector<std::vector<int32_t>> ids_;
+  std::vector<int32_t> written_frontiers_;  // per group, slots: reclaimed as far as it is written
 };
 
 // The tokens of a prompt that one prefill computes.

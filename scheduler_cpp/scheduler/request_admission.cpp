@@ -17,11 +17,13 @@ void AppendFresh(RequestAdmission::FreshBlocks& fresh, const std::vector<std::ve
 }  // namespace
 
 RequestAdmission::RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator,
-                                   RequestSlotPool& slots, RequestBook& book, ResidencyLedger* ledger)
+                                   RequestSlotPool& slots, ResidentTables& tables, RequestBook& book,
+                                   ResidencyLedger* ledger)
     : config_(config),
       chunk_rules_(PrefillChunkRules::For(config)),
       coordinator_(coordinator),
       slots_(slots),
+      resident_tables_(tables),
       book_(book),
       ledger_(ledger) {}
 
@@ -132,7 +134,7 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendFresh(fresh, admitted->new_block_ids);
-  auto resources = std::make_unique<RequestResources>(coordinator_, slots_.Take(), std::move(tables));
+  auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   CacheProgress& progress = resources->progress;
   progress.num_hashed_pages = hit / config_.prefix_granularity;
   progress.access_epoch = admitted->access_epoch;
@@ -172,7 +174,7 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   RecordSnapshot(progress, first + chunk);
   resources.progress = std::move(progress);
   resources.covered_tokens += chunk;
-  resources.RefreshIds();
+  resources.WriteTables(made.completed_pages);
   book_.Move(request, [&](Request& moved) {
     moved.ContinuePrefill(PrefillWindow{.begin = first, .size = chunk}, completes ? config_.decode_input_tokens : 0);
   });
@@ -200,7 +202,7 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
     AppendFresh(fresh, admitted->new_block_ids);
     progress.DiscardHashed(config_.prefix_granularity);
     resources.progress = std::move(progress);
-    resources.RefreshIds();
+    resources.WriteTables(made.completed_pages);
   }
   resources.covered_tokens += growth;
   book_.Move(request, [&](Request& moved) { moved.StartDecode(config_.decode_input_tokens); });

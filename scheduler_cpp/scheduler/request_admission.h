@@ -40,7 +40,7 @@ class RequestAdmission {
 
   // `ledger` is null when residency events are off.
   RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, RequestSlotPool& slots,
-                   RequestBook& book, ResidencyLedger* ledger);
+                   ResidentTables& tables, RequestBook& book, ResidencyLedger* ledger);
 
   bool HasFreeSlot() const { return slots_.HasFree(); }
   // Budget a prefill needs to be sure to move.
@@ -71,6 +71,7 @@ class RequestAdmission {
   PrefillChunkRules chunk_rules_;
   CacheCoordinator& coordinator_;
   RequestSlotPool& slots_;
+  ResidentTables& resident_tables_;
   RequestBook& book_;
   ResidencyLedger* ledger_;
 };

@@ -17,8 +17,7 @@ void Round::PushPrefill(Request& request) {
                                                      .prompt = request.PrefillTokens(),
                                                      .start = window.begin - window.replay,
                                                      .length = window.size + window.replay,
-                                                     .replay = window.replay,
-                                                     .tables = request.resources().ids()});
+                                                     .replay = window.replay});
   Account(request, window.size + window.replay);
 }
 
@@ -26,16 +25,22 @@ void Round::PushDecode(Request& request) {
   plan_.forward->AddDecode(ForwardBatch::DecodeRow{.request_id = request.id(),
                                                    .request_pool_index = request.resources().slot_index(),
                                                    .input_length = decode_width_,
-                                                   .prefill_length = request.prefill_size(),
-                                                   .tables = request.resources().ids()});
+                                                   .prefill_length = request.prefill_size()});
   Account(request, decode_width_);
 }
 
-ExecutionPlan Round::Finish(std::span<const std::string> group_ids) {
-  plan_.forward->Seal(group_ids);
-  for (std::size_t group = 0; group < fresh_.size(); ++group) {
-    plan_.pages_to_zero.emplace(group_ids[group], std::move(fresh_[group]));
+ExecutionPlan Round::Finish(std::shared_ptr<const std::vector<std::string>> group_ids, ResidentTables& tables,
+                            bool copies_tables) {
+  plan_.forward->Seal();
+  if (copies_tables) plan_.forward->CopyTables(*group_ids, tables);
+  plan_.table_changes.reserve(group_ids->size());
+  for (std::size_t group = 0; group < group_ids->size(); ++group) {
+    plan_.table_changes.push_back(tables.TakeChanges(group));
   }
+  for (std::size_t group = 0; group < fresh_.size(); ++group) {
+    plan_.pages_to_zero.emplace((*group_ids)[group], std::move(fresh_[group]));
+  }
+  plan_.group_ids = std::move(group_ids);
   return std::move(plan_);
 }
 

@@ -7,9 +7,10 @@
 #define TOKENSPEED_SCHEDULER_ROUND_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <span>
 #include <string>
+#include <vector>
 
 #include "scheduler/execution_plan.h"
 #include "scheduler/request.h"
@@ -53,8 +54,9 @@ class Round {
   void PushPrefill(Request& request);
   void PushDecode(Request& request);
 
-  // Closes the batch and hands out the plan. `group_ids` in group order.
-  ExecutionPlan Finish(std::span<const std::string> group_ids);
+  // Closes the batch and hands out the plan, with copies of the rows' tables if wanted. `group_ids` in group order.
+  ExecutionPlan Finish(std::shared_ptr<const std::vector<std::string>> group_ids, ResidentTables& tables,
+                       bool copies_tables);
 
  private:
   const ForwardBatch& batch() const { return *plan_.forward; }

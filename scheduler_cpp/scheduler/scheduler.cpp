@@ -53,12 +53,13 @@ DeviceMutationSink SinkFor(std::optional<ResidencyLedger>& ledger) {
 
 Scheduler::Scheduler(SchedulerConfig config)
     : config_(Checked(std::move(config))),
-      group_ids_(GroupIds(config_)),
+      group_ids_(std::make_shared<const std::vector<std::string>>(GroupIds(config_))),
       max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
       ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>() : std::nullopt),
       coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
       slots_(config_.max_batch_size),
-      admission_(config_, coordinator_, slots_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
+      resident_tables_(config_.cache_groups.size(), config_.max_batch_size),
+      admission_(config_, coordinator_, slots_, resident_tables_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
   std::unordered_set<std::string_view> ids;
@@ -145,6 +146,14 @@ std::vector<ResidencyEvent> Scheduler::DrainResidencyEvents() {
   return ledger_.has_value() ? ledger_->Drain(coordinator_) : std::vector<ResidencyEvent>{};
 }
 
+std::vector<std::pair<std::string, BlockTableView>> Scheduler::BlockTableViews() const {
+  std::vector<std::pair<std::string, BlockTableView>> views;
+  for (std::size_t group = 0; group < group_ids_->size(); ++group) {
+    views.emplace_back((*group_ids_)[group], resident_tables_.View(group));
+  }
+  return views;
+}
+
 int32_t Scheduler::WaitingSize() const {
   return book_.Count(RequestState::kSubmitted) + book_.Count(RequestState::kRetracted);
 }
@@ -161,9 +170,9 @@ int32_t Scheduler::RequestTokenSize(const std::string& request_id) const {
 }
 
 std::size_t Scheduler::GroupIndex(const std::string& group_id) const {
-  const auto found = std::find(group_ids_.begin(), group_ids_.end(), group_id);
-  if (found == group_ids_.end()) throw std::out_of_range("unknown cache group '" + group_id + "'");
-  return static_cast<std::size_t>(found - group_ids_.begin());
+  const auto found = std::find(group_ids_->begin(), group_ids_->end(), group_id);
+  if (found == group_ids_->end()) throw std::out_of_range("unknown cache group '" + group_id + "'");
+  return static_cast<std::size_t>(found - group_ids_->begin());
 }
 
 int32_t Scheduler::GroupTotalPages(const std::string& group_id) const {

@@ -18,10 +18,12 @@
 #define TOKENSPEED_SCHEDULER_SCHEDULER_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
@@ -60,6 +62,8 @@ class Scheduler {
   void AdvanceRows(const RowResults& rows);
   void FinishRows(std::span<const int32_t> slots);
   std::vector<ResidencyEvent> DrainResidencyEvents();
+  // The block tables of all resident requests by request-pool slot, as of the last plan; one view per group, by name.
+  std::vector<std::pair<std::string, BlockTableView>> BlockTableViews() const;
 
   int32_t WaitingSize() const;
   int32_t PrefillingSize() const;
@@ -143,11 +147,12 @@ class Scheduler {
   void Finish(Request& request);
 
   SchedulerConfig config_;
-  std::vector<std::string> group_ids_;
+  std::shared_ptr<const std::vector<std::string>> group_ids_;
   int32_t max_single_request_tokens_;
   std::optional<ResidencyLedger> ledger_;
   CacheCoordinator coordinator_;  // before the book: requests hold blocks
   RequestSlotPool slots_;
+  ResidentTables resident_tables_;
   RequestBook book_;
   RequestAdmission admission_;
   StallWatch stall_watch_;

@@ -38,6 +38,9 @@ struct SchedulerConfig {
   int32_t prefix_replay_tokens = 0;
   // Rounds in which a waiting request that does not fit may be passed by those behind it, before it holds the line.
   int32_t max_overtaken_rounds = 64;
+  // Whether plans carry their rows' block tables. Without, only the resident tables are there to be read, and a plan costs
+  // what changed rather than what its rows hold.
+  bool dense_block_tables = true;
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }

@@ -26,7 +26,7 @@ ExecutionPlan Scheduler::NextExecutionPlan() {
   const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
   stall_watch_.Record(idle && has_candidates && !AnyResultOut(), static_cast<int32_t>(book_.waiting().size()),
                       static_cast<int32_t>(book_.resident().size()));
-  return round.Finish(group_ids_);
+  return round.Finish(group_ids_, resident_tables_, config_.dense_block_tables);
 }
 
 bool Scheduler::HasPrefillWork() const {

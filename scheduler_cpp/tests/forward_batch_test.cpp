@@ -4,17 +4,22 @@
 
 #include <gtest/gtest.h>
 
-
 namespace tokenspeed {
 namespace {
 
 using Tables = std::vector<std::vector<int32_t>>;
 
 ForwardBatch Decodes(const std::vector<Tables>& rows, const std::vector<std::string>& groups) {
+  ResidentTables tables(groups.size(), static_cast<int32_t>(rows.size()));
   ForwardBatch batch;
   const std::string id = "r";
-  for (const Tables& tables : rows) batch.AddDecode({.request_id = id, .input_length = 1, .tables = tables});
-  batch.Seal(groups);
+  int32_t slot = 0;
+  for (const Tables& row : rows) {
+    batch.AddDecode({.request_id = id, .request_pool_index = ++slot, .input_length = 1});
+    for (std::size_t group = 0; group < row.size(); ++group) tables.Write(group, slot, 0, row[group]);
+  }
+  batch.Seal();
+  batch.CopyTables(groups, tables);
   return batch;
 }
 
@@ -34,16 +39,14 @@ TEST(ForwardBatch, AGroupThatOneRowHasGetsAKeyAndTheOthersPadding) {
 TEST(ForwardBatch, PrefillRowsComeFirstWhateverTheOrderOfArrival) {
   const std::string decode = "d";
   const std::string prefill = "p";
-  const Tables tables = {{1}};
   const std::vector<int32_t> prompt = {5, 6, 7, 8};
   ForwardBatch batch;
   batch.AddDecode(
-      {.request_id = decode, .request_pool_index = 1, .input_length = 1, .prefill_length = 9, .tables = tables});
+      {.request_id = decode, .request_pool_index = 1, .input_length = 1, .prefill_length = 9});
   batch.AddPrefill(
-      {.request_id = prefill, .request_pool_index = 2, .prompt = prompt, .start = 1, .length = 2, .replay = 1,
-       .tables = tables});
+      {.request_id = prefill, .request_pool_index = 2, .prompt = prompt, .start = 1, .length = 2, .replay = 1});
   EXPECT_EQ(batch.NumRows(), std::size_t{2});
-  batch.Seal(std::vector<std::string>{"g"});
+  batch.Seal();
   EXPECT_EQ(batch.request_ids, (std::vector<std::string>{"p", "d"}));
   EXPECT_EQ(batch.request_pool_indices, (std::vector<int32_t>{2, 1}));
   EXPECT_EQ(batch.input_lengths, (std::vector<int32_t>{2, 1}));

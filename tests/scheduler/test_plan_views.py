@@ -39,6 +39,9 @@ def test_arrays_equal_lists_and_cannot_be_written() -> None:
         assert array.dtype == np.int32
         assert array.tolist() == getattr(batch, name)
         assert not array.flags.writeable
+    arrays = batch.arrays()
+    assert {name: array.tolist() for name, array in arrays.items()} == {name: getattr(batch, name) for name in COLUMNS}
+    assert not any(array.flags.writeable for array in arrays.values())
     for group, array in batch.block_tables_arrays().items():
         assert array.dtype == np.int32
         assert array.tolist() == batch.block_tables[group]
@@ -72,6 +75,25 @@ def test_shorter_rows_are_padded_and_holes_stay_null() -> None:
     tables = plan.forward[0].block_tables
     assert tables["g0"][0][3:] == [-1] * (len(tables["g0"][0]) - 3)
     assert 0 in tables["g1"][1]
+
+
+def test_plans_without_dense_tables_say_where_the_tables_are() -> None:
+    s = Scenario([FULL], 63, dense_block_tables=False)
+    s.submit("a", 12)
+    plan = s.scheduler.next_execution_plan()
+    (batch,) = plan.forward
+    for read in (lambda: batch.block_tables, batch.block_tables_arrays):
+        with pytest.raises(RuntimeError, match="block_table_views"):
+            read()
+    (slot,) = batch.request_pool_indices
+    view = s.scheduler.block_table_views()["g0"]
+    assert view.dtype == np.int32
+    assert not view.flags.writeable
+    spans, ids = plan.table_changes()["g0"]
+    assert spans.tolist() == [[slot, 0, len(ids)]]
+    assert view[slot, : len(ids)].tolist() == ids.tolist() == plan.pages_to_zero["g0"]
+    assert (view[slot, len(ids) :] == -1).all()
+    assert s.scheduler.next_execution_plan().table_changes() == {}
 
 
 def test_calls_that_overlap_are_refused_rather_than_corrupting() -> None:

@@ -11,6 +11,7 @@ from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, Scheduler
 
 from .scenario import Group, Step, extend_result, make_config, named, reserve, spec
 from .simulated_device import DeviceRequest, Landing, SimulatedDevice, prefix_identities
+from .table_follower import TableFollower
 
 P = 4
 
@@ -60,8 +61,12 @@ class Workload:
         self.config = make_config(groups, usable, **({"P": P, "budget": 16} | fields))  # type: ignore[arg-type]
         self.width = self.config.decode_input_tokens
         self.depth = self.config.overlap_schedule_depth
-        # Both get every call, results as events the one and as arrays the other; their plans must be equal.
-        self.schedulers = [Scheduler(self.config) for _ in range(2)]
+        # Both get every call, results as events the one and as arrays the other, which writes no dense tables either;
+        # their plans must be equal.
+        sparse = make_config(groups, usable, **({"P": P, "budget": 16} | fields))  # type: ignore[arg-type]
+        sparse.dense_block_tables = False
+        self.schedulers = [Scheduler(self.config), Scheduler(sparse)]
+        self.follower = TableFollower(self.schedulers[1])
         self.device = SimulatedDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
         self.priorities: Sequence[int] = (0,)  # of new requests
         self.live: dict[str, Live] = {}
@@ -124,10 +129,15 @@ class Workload:
 
     def plan(self) -> Step:
         retractions = self.scheduler.num_retractions()
-        step, twin = (Step(scheduler.next_execution_plan()) for scheduler in self.schedulers)
-        assert (step.ids, step.inputs, step.prefixes) == (twin.ids, twin.inputs, twin.prefixes)
-        assert step.replays == twin.replays
-        assert (step.tables, step.zeroed) == (twin.tables, twin.zeroed)
+        step, twin = Step(self.scheduler.next_execution_plan()), self.schedulers[1].next_execution_plan()
+        (batch,) = twin.forward
+        assert (step.ids, step.inputs, step.prefixes) == (
+            batch.request_ids,
+            batch.input_lengths,
+            batch.extend_prefix_lens,
+        )
+        assert step.replays == batch.extend_replay_lens
+        assert (step.tables, step.zeroed) == (self.follower.follow(twin), twin.pages_to_zero)
         if self.scheduler.num_retractions() > retractions:
             self.notice_readmissions(step)
         self.check_limits(step)
