@@ -40,6 +40,7 @@ CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_b
       pool_(num_lcm_blocks, Packings(specs)),
       groups_(MakeGroups(pool_, specs, prefix_granularity)),
       planner_(groups_, pool_) {
+  neutral_probe_ = ProbePrefix({});
   for (const CacheGroup& group : groups_) replay_window_ = std::max(replay_window_, group.geometry().ReplayWindow());
 }
 

@@ -76,8 +76,9 @@ class CacheCoordinator {
   // One empty table per group.
   std::vector<BlockTable> MakeTables() const;
 
-  // Longest prefix of the candidate pages from which every group can resume. Read-only. With no hashes it is the neutral
-  // probe that later chunks and decode steps use.
+  // The probe of a request that looks nothing up: later chunks and decode steps.
+  const PrefixProbe& NeutralProbe() const { return neutral_probe_; }
+  // Longest prefix of the candidate pages from which every group can resume. Read-only.
   PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes) const;
 
   // Grows the tables by the demands, publishing `progress` and reclaiming what has expired on the way; evicts as little
@@ -138,6 +139,7 @@ class CacheCoordinator {
   BlockPool pool_;  // before the groups: their indexes own references into it
   std::vector<CacheGroup> groups_;
   AdmissionPlanner planner_;
+  PrefixProbe neutral_probe_;
   int32_t replay_window_ = 0;  // the longest of all groups
   uint64_t last_epoch_ = 0;
 };

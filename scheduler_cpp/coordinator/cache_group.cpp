@@ -30,8 +30,11 @@ void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uin
       PublishSlots(table, hashes, first, end - first, epoch, completed.boundary_kind, new_keys);
       return;
     case CacheGroupKind::kSlidingWindow: {
-      const int32_t count = std::min(geometry_.LookbackBlocks(), end);
-      PublishSlots(table, hashes, end - count, count, epoch, completed.boundary_kind, new_keys);
+      int32_t begin = end - std::min(geometry_.LookbackBlocks(), end);
+      // Publishing a slot a second time could only raise its kind, which a chunk's does not.
+      if (completed.boundary_kind == BoundaryKind::kChunk) begin = std::max(begin, table.published_blocks);
+      PublishSlots(table, hashes, begin, std::max(end - begin, 0), epoch, completed.boundary_kind, new_keys);
+      table.published_blocks = std::max(table.published_blocks, end);
       return;
     }
     case CacheGroupKind::kRecurrentState: {

@@ -71,20 +71,23 @@ void BlockPool::FixBuckets(Group& group, int32_t buckets) {
 
 std::vector<CacheBlockRef> BlockPool::AcquireBlocks(int32_t group, int32_t num_blocks,
                                                     std::span<const int64_t> loads) {
-  Group& g = GroupAt(group);
   std::vector<CacheBlockRef> blocks;
   if (num_blocks <= 0 || Capacity(group) < num_blocks) return blocks;
+  blocks.resize(static_cast<std::size_t>(num_blocks));
+  std::vector<int64_t> running(loads.begin(), loads.end());
+  AcquireInto(group, blocks, running);
+  return blocks;
+}
+
+void BlockPool::AcquireInto(int32_t group, std::span<CacheBlockRef> places, std::span<int64_t> loads) {
+  Group& g = GroupAt(group);
+  TOKENSPEED_CHECK(Capacity(group) >= static_cast<int64_t>(places.size()), "the capacity of a group was miscounted");
   if (g.buckets == 0) FixBuckets(g, 1);
   const bool balanced = !loads.empty() && g.buckets > 1;
   TOKENSPEED_CHECK(!balanced || static_cast<int32_t>(loads.size()) == g.buckets, "one load per bucket is needed");
   TOKENSPEED_CHECK(std::all_of(loads.begin(), loads.end(), [](int64_t load) { return load >= 0; }),
                    "a load is negative");
-  std::vector<int64_t> running(loads.begin(), loads.end());
-  blocks.reserve(static_cast<std::size_t>(num_blocks));
-  for (int32_t i = 0; i < num_blocks; ++i) {
-    blocks.push_back(balanced ? TakeBalanced(group, running) : TakeOrdinary(group));
-  }
-  return blocks;
+  for (CacheBlockRef& place : places) place = balanced ? TakeBalanced(group, loads) : TakeOrdinary(group);
 }
 
 CacheBlockRef BlockPool::AcquireBlock(int32_t group) {
@@ -105,7 +108,7 @@ CacheBlockRef BlockPool::TakeOrdinary(int32_t group) {
   return OccupyPartial(best.second, lowest);
 }
 
-CacheBlockRef BlockPool::TakeBalanced(int32_t group, std::vector<int64_t>& loads) {
+CacheBlockRef BlockPool::TakeBalanced(int32_t group, std::span<int64_t> loads) {
   const Group& g = GroupAt(group);
   int32_t chosen = -1;
   for (int32_t bucket = 0; bucket < g.buckets; ++bucket) {

@@ -55,6 +55,9 @@ class BlockPool {
   // a bound parent the one with the smallest load (ties by lowest bucket), in its densest parent; each pick adds one to
   // its bucket's load. Only when no bucket has a hole is the front opened, at the slot of the smallest load.
   std::vector<CacheBlockRef> AcquireBlocks(int32_t group, int32_t num_blocks, std::span<const int64_t> loads = {});
+  // The same into places that hold nothing yet, one block each; the group must have the capacity. Counts the picks in
+  // `loads`.
+  void AcquireInto(int32_t group, std::span<CacheBlockRef> places, std::span<int64_t> loads = {});
 
   // One block, or an empty handle when the group has no capacity.
   CacheBlockRef AcquireBlock(int32_t group);
@@ -140,7 +143,7 @@ class BlockPool {
   void CountPassive(int32_t lcm_block_id, int32_t change) noexcept;
 
   CacheBlockRef TakeOrdinary(int32_t group);
-  CacheBlockRef TakeBalanced(int32_t group, std::vector<int64_t>& loads);
+  CacheBlockRef TakeBalanced(int32_t group, std::span<int64_t> loads);
   CacheBlockRef OpenFront(int32_t group, int32_t slot);
   CacheBlockRef OccupyPartial(int32_t lcm_block_id, int32_t slot);
   CacheBlockRef Occupy(int32_t lcm_block_id, int32_t slot);

@@ -30,6 +30,8 @@ struct BlockTable {
   // Unused capacity at the tail; may span several blocks. An opaque number down here: only GroupGeometry computes it.
   int32_t available_tokens = 0;
   int32_t reclaimed_prefix_blocks = 0;
+  // Leading slots that have been offered to the prefix index. Like the frontier, only what others have put there.
+  int32_t published_blocks = 0;
 };
 
 // Produced by GroupGeometry, executed verbatim by GroupAllocator.

@@ -41,14 +41,13 @@ bool GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan, std::ve
   const int32_t first = dense ? table.NumSlots() : plan.suffix_start;
   TOKENSPEED_CHECK(first + plan.num_blocks == plan.table_blocks_after, "a plan is inconsistent with the table");
 
-  std::vector<CacheBlockRef> blocks = pool_.AcquireBlocks(group_, plan.num_blocks, ShardLoads(table));
-  if (static_cast<int32_t>(blocks.size()) < plan.num_blocks) return false;
+  if (pool_.Capacity(group_) < plan.num_blocks) return false;
+  std::vector<int64_t> loads = ShardLoads(table);
   if (!dense && table.blocks.empty()) table.reclaimed_prefix_blocks = plan.suffix_start;
   table.blocks.resize(static_cast<std::size_t>(plan.table_blocks_after));
-  for (int32_t i = 0; i < plan.num_blocks; ++i) {
-    new_block_ids.push_back(BlockId(blocks[i]));
-    table.blocks[first + i] = std::move(blocks[i]);
-  }
+  const auto places = std::span<CacheBlockRef>(table.blocks).subspan(static_cast<std::size_t>(first));
+  pool_.AcquireInto(group_, places, loads);
+  for (const CacheBlockRef& block : places) new_block_ids.push_back(BlockId(block));
   table.available_tokens = plan.available_tokens_after;
   return true;
 }

@@ -1,6 +1,7 @@
 #include "prefix/prefix_cache_index.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "core/check.h"
@@ -42,9 +43,11 @@ bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const Cac
 
   auto* known = static_cast<Entry*>(block->cached());
   TOKENSPEED_CHECK(known == nullptr || *known->key == key, "a block is published under a second key");
+  auto made = entries.by_key.end();
   if (known == nullptr) {
-    const auto canonical = entries.by_key.find(key);
-    if (canonical != entries.by_key.end()) known = &canonical->second;
+    bool fresh = false;
+    std::tie(made, fresh) = entries.by_key.try_emplace(key);
+    if (!fresh) known = &made->second;
   }
   if (known != nullptr) {
     Update(*known, [&](PrefixEntryMetadata& metadata) {
@@ -55,7 +58,6 @@ bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const Cac
     return false;
   }
 
-  const auto made = entries.by_key.try_emplace(key).first;
   Entry& entry = made->second;
   entry.home = &entries;
   entry.key = &made->first;

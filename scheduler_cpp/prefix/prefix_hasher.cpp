@@ -1,5 +1,8 @@
 #include "prefix/prefix_hasher.h"
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
 
 #include "core/check.h"
@@ -7,8 +10,18 @@
 namespace tokenspeed {
 namespace {
 
-void AppendLittleEndian(uint32_t value, std::vector<uint8_t>& bytes) {
-  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<uint8_t>(value >> shift));
+void AddLittleEndian(uint32_t value, Sha256& sha) {
+  std::array<uint8_t, sizeof(value)> bytes;
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));
+  sha.Update(bytes);
+}
+
+void AddTokens(std::span<const int32_t> tokens, Sha256& sha) {
+  if constexpr (std::endian::native == std::endian::little) {
+    sha.Update({reinterpret_cast<const uint8_t*>(tokens.data()), tokens.size_bytes()});
+  } else {
+    for (int32_t token : tokens) AddLittleEndian(static_cast<uint32_t>(token), sha);
+  }
 }
 
 }  // namespace
@@ -26,21 +39,18 @@ std::string PrefixHash::ToHex() const {
 
 PrefixHash HashPrefixPage(std::span<const int32_t> tokens, const std::optional<PrefixHash>& prior,
                           std::span<const std::string> extra_keys) {
-  std::vector<uint8_t> stream;
-  stream.reserve(2 * sizeof(uint32_t) + Sha256::kDigestBytes + tokens.size_bytes());
-  AppendLittleEndian(prior ? Sha256::kDigestBytes : 0, stream);
-  if (prior) stream.insert(stream.end(), prior->bytes.begin(), prior->bytes.end());
-  AppendLittleEndian(static_cast<uint32_t>(tokens.size()), stream);
-  for (int32_t token : tokens) AppendLittleEndian(static_cast<uint32_t>(token), stream);
+  Sha256 sha;
+  AddLittleEndian(prior ? Sha256::kDigestBytes : 0, sha);
+  if (prior) sha.Update(prior->bytes);
+  AddLittleEndian(static_cast<uint32_t>(tokens.size()), sha);
+  AddTokens(tokens, sha);
   if (!extra_keys.empty()) {
-    AppendLittleEndian(static_cast<uint32_t>(extra_keys.size()), stream);
+    AddLittleEndian(static_cast<uint32_t>(extra_keys.size()), sha);
     for (const std::string& key : extra_keys) {
-      AppendLittleEndian(static_cast<uint32_t>(key.size()), stream);
-      stream.insert(stream.end(), key.begin(), key.end());
+      AddLittleEndian(static_cast<uint32_t>(key.size()), sha);
+      sha.Update({reinterpret_cast<const uint8_t*>(key.data()), key.size()});
     }
   }
-  Sha256 sha;
-  sha.Update(stream);
   return PrefixHash{sha.Finish()};
 }
 
@@ -51,8 +61,10 @@ void ExtendPrefixHashes(std::span<const int32_t> tokens, int32_t prefix_granular
   if (num_prefix_pages <= static_cast<int32_t>(hashes.size())) return;
   TOKENSPEED_CHECK(tokens.size() / page_tokens >= static_cast<std::size_t>(num_prefix_pages),
                    "an incomplete prefix page cannot be hashed");
-  hashes.reserve(static_cast<std::size_t>(num_prefix_pages));
-  for (std::size_t page = hashes.size(); page < static_cast<std::size_t>(num_prefix_pages); ++page) {
+  // Never just one page more: chains grow page by page, and each reservation moves the chain.
+  const auto num_pages = static_cast<std::size_t>(num_prefix_pages);
+  if (num_pages > hashes.capacity()) hashes.reserve(std::max(num_pages, 2 * hashes.capacity()));
+  for (std::size_t page = hashes.size(); page < num_pages; ++page) {
     const auto page_span = tokens.subspan(page * page_tokens, page_tokens);
     hashes.push_back(page == 0 ? HashPrefixPage(page_span, std::nullopt, chain_keys)
                                : HashPrefixPage(page_span, hashes.back()));

@@ -1,4 +1,4 @@
-// Sha256: the FIPS 180-4 hash, incremental.
+// Sha256: the FIPS 180-4 hash, incremental, in the processor's own instructions where it has them.
 //
 // Invariants: Finish() may be called once; the object is then spent.
 // Thread safety: none. Ownership: no memory but its own fields.
@@ -20,6 +20,10 @@ class Sha256 {
 
   void Update(std::span<const uint8_t> bytes);
   Digest Finish();
+
+  // The compression function in plain C++: what runs where the processor has no instructions for it, and the reference for
+  // those.
+  static void CompressPortably(uint32_t* state, const uint8_t* block);
 
  private:
   static constexpr std::size_t kBlockBytes = 64;

@@ -116,7 +116,7 @@ AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, 
   const AdmissionOutcome outcome = FirstChunkAfter(probe, request, budget, fresh);
   const bool alone_with_hit = book_.resident().empty() && probe.device_prefix_tokens() > 0;
   if (outcome != AdmissionOutcome::kNoCapacity || !alone_with_hit) return outcome;
-  return FirstChunkAfter(coordinator_.ProbePrefix({}), request, budget, fresh);
+  return FirstChunkAfter(coordinator_.NeutralProbe(), request, budget, fresh);
 }
 
 AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget,
@@ -165,7 +165,7 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   const int32_t frontier = request.NumComputedTokens();
   const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
                              .num_computed_tokens = frontier};
-  const auto admitted = coordinator_.Admit(coordinator_.ProbePrefix({}), resources.tables(),
+  const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(),
                                            Demands(first, chunk, reserve), made, progress.access_epoch);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
@@ -196,7 +196,7 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
       !coordinator_.HasReclaimableBlocks(resources.tables(), frontier)) {
     coordinator_.ConsumeReservedTokens(resources.tables(), growth);
   } else {
-    const auto admitted = coordinator_.Admit(coordinator_.ProbePrefix({}), resources.tables(), DecodeDemands(growth),
+    const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(), DecodeDemands(growth),
                                              made, progress.access_epoch);
     if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
     AppendFresh(fresh, admitted->new_block_ids);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "prefix/cache_key.h"
+#include "prefix/sha256_instructions.h"
 #include "prefix/sha256.h"
 #include "tests/broken_invariant.h"
 
@@ -40,6 +41,21 @@ TEST(PrefixHasher, sha256_does_not_depend_on_how_the_input_is_cut) {
     for (char& c : text) c = static_cast<char>(random());
     const std::string whole = Sha256Hex(text, 1000);
     for (std::size_t piece : {1, 3, 55, 63, 64, 65}) EXPECT_EQ(Sha256Hex(text, piece), whole);
+  }
+}
+
+TEST(PrefixHasher, instructions_of_the_processor_compress_like_the_plain_code) {
+  if (!HasSha256Instructions()) GTEST_SKIP() << "this processor has no SHA-256 instructions";
+  std::mt19937 random(7);
+  for (int round = 0; round < 500; ++round) {
+    std::array<uint32_t, 8> expected;
+    std::array<uint8_t, 64> block;
+    for (uint32_t& word : expected) word = static_cast<uint32_t>(random());
+    for (uint8_t& byte : block) byte = static_cast<uint8_t>(random());
+    std::array<uint32_t, 8> actual = expected;
+    Sha256::CompressPortably(expected.data(), block.data());
+    CompressWithInstructions(actual.data(), block.data());
+    ASSERT_EQ(actual, expected);
   }
 }
 
