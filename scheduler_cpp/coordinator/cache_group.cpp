@@ -49,13 +49,6 @@ void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uin
   }
 }
 
-int32_t CacheGroup::FirstPublishedSlot(const CompletedPages& completed) const {
-  const int32_t per_page = geometry_.BlocksPerPrefixPage();
-  const int32_t end = static_cast<int32_t>(completed.prefix_hashes.size()) * per_page;
-  if (kind_ == CacheGroupKind::kSlidingWindow) return end - std::min(geometry_.LookbackBlocks(), end);
-  return completed.first_new_prefix_page * per_page;
-}
-
 void CacheGroup::PublishRange(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot,
                               uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys) {
   if (!SharesPrefixes()) return;

@@ -217,7 +217,7 @@ void BlockPool::CountPassive(int32_t lcm_block_id, int32_t change) noexcept {
 
 void BlockPool::SetCached(const CacheBlockRef& block, CachedBlock* cached) {
   TOKENSPEED_CHECK(block.IsOwnedBy(*this), "a block of another pool is cached");
-  CacheBlock& record = parents_[block->Location().lcm_block_id].records[block->Location().slot_index];
+  CacheBlock& record = *block.block_;
   TOKENSPEED_CHECK((record.cached_ == nullptr) != (cached == nullptr), "a block is cached twice, or not at all");
   if (record.owners_ == 1) CountEvictable(record, cached != nullptr ? 1 : -1);
   CountPassive(record.location_.lcm_block_id, cached != nullptr ? 1 : -1);

@@ -4,7 +4,7 @@
 
 namespace tokenspeed {
 
-std::size_t CacheKeyHash::operator()(const CacheKey& key) const noexcept {
+std::size_t CacheKeyHash::operator()(const CacheKey& key) const {
   // The digest is uniform already; the small fields only have to be spread over the word.
   uint64_t mixed;
   std::memcpy(&mixed, key.content_hash.bytes.data(), sizeof(mixed));

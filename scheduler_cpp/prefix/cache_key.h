@@ -26,7 +26,9 @@ struct CacheKey {
 };
 
 struct CacheKeyHash {
-  std::size_t operator()(const CacheKey& key) const noexcept;
+  // Not noexcept: libstdc++ keeps the hash of a fast function that cannot throw nowhere, and would fetch the key of every
+  // neighbour in a bucket to compute it again.
+  std::size_t operator()(const CacheKey& key) const;
 };
 
 // Keys of consecutive prefix pages, page by page and in token order within each.

@@ -64,8 +64,9 @@ bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const Cac
   entry.block = block;
   entry.metadata = {
       .last_access_epoch = epoch, .logical_block_index = logical_index, .boundary_kind = kind, .was_acquired = false};
-  // The caller's own handle pins it.
-  entry.parked = entries.order.extract(entries.order.emplace(entry.Rank(), &entry).first);
+  // The caller's own handle pins it, so its node starts outside the order.
+  EvictionOrder nowhere;
+  entry.parked = nowhere.extract(nowhere.emplace(EvictionRank(), &entry).first);
   pool.SetCached(entry.block, &entry);
   return true;
 }

@@ -12,10 +12,23 @@ constexpr int32_t kTokenIsOnDevice = -1;
 
 template <typename T>
 void MoveBehind(std::vector<T>& target, std::vector<T>& source) {
+  if (target.empty()) {
+    target.swap(source);
+    return;
+  }
   target.insert(target.end(), std::make_move_iterator(source.begin()), std::make_move_iterator(source.end()));
 }
 
 }  // namespace
+
+void ForwardBatch::Reserve(std::size_t decode_rows) {
+  decode_.request_ids.reserve(decode_rows);
+  decode_.request_pool_indices.reserve(decode_rows);
+  decode_.input_lengths.reserve(decode_rows);
+  decode_.prefill_lengths.reserve(decode_rows);
+  decode_input_ids.reserve(decode_rows);
+  spec_candidate_ids.reserve(decode_rows);
+}
 
 void ForwardBatch::AddPrefill(const PrefillRow& row) {
   prefill_.request_ids.push_back(row.request_id);

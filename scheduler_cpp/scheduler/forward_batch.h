@@ -44,6 +44,8 @@ class ForwardBatch {
     int32_t prefill_length = 0;
   };
 
+  // Room for so many decode rows, so that adding them moves nothing.
+  void Reserve(std::size_t decode_rows);
   void AddPrefill(const PrefillRow& row);
   void AddDecode(const DecodeRow& row);
   // Orders prefill rows before decode rows.

@@ -36,12 +36,19 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
                    static_cast<std::size_t>(std::min(frontier, written)));
     written_frontiers_[group] = frontier;
     int32_t first = written;
-    if (completed.has_value()) first = std::min(first, std::max(frontier, cache.FirstPublishedSlot(*completed)));
-    // Most blocks that were published stayed the ones they were.
+    if (completed.has_value()) {
+      // Publishing may have put another block into a slot of a new page. The pages before are published already.
+      const int32_t published = completed->first_new_prefix_page * cache.geometry().BlocksPerPrefixPage();
+      first = std::min(first, std::max(frontier, published));
+    }
     while (first < written && row[static_cast<std::size_t>(first)] == cache.allocator().SlotId(table, first)) ++first;
     ids.clear();
     for (int32_t slot = first; slot < table.NumSlots(); ++slot) ids.push_back(cache.allocator().SlotId(table, slot));
     written_.Write(group, slot_.index(), static_cast<std::size_t>(first), ids);
+#ifndef NDEBUG
+    const std::span<const int32_t> now = written_.Row(group, slot_.index());
+    TOKENSPEED_CHECK(std::ranges::equal(now, cache.allocator().BlockIds(table)), "a table is written wrongly");
+#endif
   }
 }
 

@@ -6,6 +6,7 @@
 #ifndef TOKENSPEED_SCHEDULER_ROUND_H_
 #define TOKENSPEED_SCHEDULER_ROUND_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -21,11 +22,14 @@ namespace tokenspeed {
 
 class Round {
  public:
-  Round(const SchedulerConfig& config, uint64_t number)
+  // `resident`: requests that may decode.
+  Round(const SchedulerConfig& config, uint64_t number, std::size_t resident)
       : number_(number),
         max_rows_(static_cast<std::size_t>(config.max_batch_size)),
         decode_width_(config.decode_input_tokens),
-        budget_(config.max_scheduled_tokens) {}
+        budget_(config.max_scheduled_tokens) {
+    plan_.forward->Reserve(std::min(resident, max_rows_));
+  }
 
   int64_t budget() const { return budget_; }
   bool IsFull() const { return budget_ <= 0 || NumRows() >= max_rows_; }

@@ -9,7 +9,7 @@ namespace tokenspeed {
 
 ExecutionPlan Scheduler::NextExecutionPlan() {
   book_.Reap();
-  Round round(config_, ++round_number_);
+  Round round(config_, ++round_number_, book_.resident().size());
   if (config_.enable_mixed_prefill_decode) {
     const int64_t kept_for_prefill = HasPrefillWork() ? admission_.MinPrefillTokens() : 0;
     const bool decodes_held_back = !round.FitsDecode(kept_for_prefill);
