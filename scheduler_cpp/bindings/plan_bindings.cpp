@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -61,6 +62,26 @@ py::dict ZeroViews(const py::object& self) {
   return pages;
 }
 
+py::dict CopyLists(const ExecutionPlan& plan) {
+  py::dict pages;
+  for (const auto& [group_id, copies] : plan.pages_to_copy) {
+    py::list pairs;
+    for (const BlockCopy& copy : copies) pairs.append(py::make_tuple(copy.source, copy.destination));
+    pages[py::str(group_id)] = pairs;
+  }
+  return pages;
+}
+
+py::dict CopyViews(const py::object& self) {
+  static_assert(std::is_standard_layout_v<BlockCopy> && sizeof(BlockCopy) == 2 * sizeof(int32_t));
+  py::dict pages;
+  for (const auto& [group_id, copies] : self.cast<const ExecutionPlan&>().pages_to_copy) {
+    const auto* ids = reinterpret_cast<const int32_t*>(copies.data());
+    pages[py::str(group_id)] = ReadOnlyView(ids, {static_cast<py::ssize_t>(copies.size()), 2}, self);
+  }
+  return pages;
+}
+
 void BindBatch(py::module_& module) {
   py::module_ forward = module.def_submodule("Forward", "Model steps.");
   py::class_<ForwardBatch, std::shared_ptr<ForwardBatch>>(forward, "Batch", "One model step; prefill rows come first.")
@@ -99,7 +120,9 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("remote_decode", [](const ExecutionPlan&) { return py::none(); })
       .def_property_readonly("remote_prefill", [](const ExecutionPlan&) { return py::none(); })
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)
-      .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.");
+      .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.")
+      .def_property_readonly("pages_to_copy", &CopyLists)
+      .def("pages_to_copy_arrays", &CopyViews, "Per group: int32 [copies, (source, destination)], a read-only view.");
 }
 
 }  // namespace tokenspeed

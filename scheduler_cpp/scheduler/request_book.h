@@ -27,7 +27,7 @@ class RequestBook {
  public:
   using Order = std::map<RequestRank, Request*>;
 
-  // The id must be new.
+  // The id must be new, and the parent of a fork must be known.
   void Insert(RequestSpec spec, const std::string& weight_version);
   // Null when the id is unknown.
   Request* Find(const std::string& id) const;

@@ -36,6 +36,9 @@ ExecutionPlan Round::Finish(std::span<const std::string> group_ids) {
   for (std::size_t group = 0; group < fresh_.size(); ++group) {
     plan_.pages_to_zero.emplace(group_ids[group], std::move(fresh_[group]));
   }
+  for (std::size_t group = 0; group < copies_.size(); ++group) {
+    plan_.pages_to_copy.emplace(group_ids[group], std::move(copies_[group]));
+  }
   return std::move(plan_);
 }
 

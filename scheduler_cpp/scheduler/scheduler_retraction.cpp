@@ -87,6 +87,7 @@ Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
   for (const auto& [rank, request] : book_.waiting()) {
     // What an urgent request gives up is not for a less urgent one; it may be this one's again in the next round.
     if (request->priority() > excluded.priority()) return nullptr;
+    if (AwaitsParent(*request)) continue;
     if (request != &excluded && !MustYield(*request)) return request;
     if (HoldsTheLine(*request)) return nullptr;
   }
