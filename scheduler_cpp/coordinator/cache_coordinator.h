@@ -96,6 +96,7 @@ class CacheCoordinator {
                                        std::span<const TokenDemand> demands, const RequestProgress& progress,
                                        std::optional<uint64_t> access_epoch = std::nullopt);
 
+  // Forks (table_fork.cpp).
   // How another request may compute on from `position` with what these tables hold, if the first `common_tokens` tokens
   // are the same; nothing when it cannot.
   std::optional<std::vector<TableFork>> PlanFork(std::span<const BlockTable> parent, int32_t position,

@@ -1,11 +1,10 @@
 """Forks: a prompt that several requests have in common is computed once, and its last partial block is copied."""
 
-import numpy as np
 import pytest
 
-from tokenspeed_jax.scheduler import ForwardEvent, RequestSpec, Scheduler
+from tokenspeed_jax.scheduler import ForwardEvent
 
-from .scenario import FULL, STATE, Group, Scenario, make_config, named, real, replayable, spec, swa
+from .scenario import FULL, STATE, Group, Scenario, named, real, replayable, spec, swa
 
 
 def retract(request_id: str) -> object:
@@ -186,7 +185,7 @@ def test_a_fork_reserves_what_a_completed_prompt_reserves() -> None:
 
 
 def test_a_fork_that_waits_is_in_nobodys_way() -> None:
-    """Forks of a large prompt that does not fit hold no line, block nothing and are not counted as overtaken."""
+    """Forks of a large prompt that does not fit hold no line."""
     s = Scenario([FULL], 10, max_overtaken_rounds=0, max_batch_size=3)
     s.prefill("running", 12)
     tokens = s.fresh(12)
@@ -194,11 +193,7 @@ def test_a_fork_that_waits_is_in_nobodys_way() -> None:
     s.submit("f0", tokens, priority=-1, fork_of="r")
     s.submit("small", 2)
     assert s.plan().ids == ["small"]
-    s.land("small", 1)
-    # Nobody gives way for a fork that only waits; the parent is what is blocked.
-    step = s.plan()
-    assert "f0" not in step.ids
-    assert s.scheduler.waiting_size() == 2 + s.scheduler.num_retractions()
+    assert s.scheduler.waiting_size() == 2
 
 
 def test_a_fork_that_waits_does_not_count_as_overtaken() -> None:
@@ -345,6 +340,30 @@ def test_a_forks_output_is_cached_behind_the_shared_prompt() -> None:
     assert s.available == 40
 
 
+def test_forks_are_reported_like_ordinary_requests() -> None:
+    def stored(forked: bool) -> list[tuple[object, ...]]:
+        s = Scenario([Group(granularity=2)], 40, P=4, enable_kv_cache_events=True)
+        tokens = list(range(10))
+        s.submit("r", tokens)
+        s.plan()
+        s.submit("f0", tokens, **({"fork_of": "r"} if forked else {}))
+        s.land("r", 1)
+        s.plan()
+        s.land("f0", 2)
+        for token in range(4):
+            assert s.plan().ids == ["r", "f0"]
+            s.land("r", 10 + token)
+            s.land("f0", 20 + token)
+        s.finish("f0")
+        s.finish("r")
+        events = s.scheduler.drain_kv_events()
+        assert {event.kind for event in events} == {"BlockStored"}
+        return sorted((event.block_hashes, event.parent_block_hash or 0, event.token_ids) for event in events)
+
+    assert len(stored(True)) == 4
+    assert stored(True) == stored(False)
+
+
 def test_a_refused_fork_changes_nothing() -> None:
     s = Scenario([Group(granularity=4)], 4, P=4)
     tokens = s.fresh(10)
@@ -367,73 +386,3 @@ def test_an_eviction_makes_room_for_a_fork_but_never_of_what_it_shares() -> None
     step = s.plan()
     assert (step.ids, step.prefixes) == (["f0"], [9])
     assert real(step.row("f0")) == 3
-
-
-# Submission -----------------------------------------------------------------------------------------------------------
-
-
-def refused(scheduler: Scheduler, specs: list[RequestSpec], match: str) -> None:
-    before = scheduler.waiting_size()
-    with pytest.raises(ValueError, match=match):
-        scheduler.submit_requests(specs)
-    assert scheduler.waiting_size() == before
-
-
-def test_wrong_forks_are_refused_with_their_whole_submission() -> None:
-    scheduler = Scheduler(make_config([FULL], 20))
-    scheduler.submit_requests([spec("live", [1, 2, 3], cache_salt="s")])
-    fine = spec("fine", [1])
-
-    def fork(tokens: list[int], of: str, **fields: object) -> RequestSpec:
-        return spec("f", tokens, fork_of=of, **fields)
-
-    refused(scheduler, [fine, fork([1], "nobody")], "'f': fork_of 'nobody' is neither a live request nor an earlier")
-    refused(scheduler, [fork([1], "fine"), fine], "neither a live request nor an earlier one of this submission")
-    refused(scheduler, [fine, fork([1], "f")], "must not be the request itself")
-    refused(scheduler, [fine, fork([1, 2], "fine")], "other tokens: 1, against 2, of which the first 1 agree")
-    refused(scheduler, [fork([1, 9, 3], "live", cache_salt="s")], "other tokens: 3, against 3, of which the first 1")
-    refused(scheduler, [fork([1, 2, 3], "live")], "another cache_salt")
-    refused(scheduler, [fine, fork([1], "fine", cache_salt="x")], "another cache_salt")
-    refused(scheduler, [fine, fork([1], "fine"), spec("g", [1], fork_of="f")], "'f' is a fork itself")
-    scheduler.submit_requests([fork([1, 2, 3], "live", cache_salt="s")])
-    refused(scheduler, [spec("g", [1, 2, 3], fork_of="f", cache_salt="s")], "name the request that it is a fork of")
-    scheduler.set_weight_version("2")
-    refused(scheduler, [spec("g", [1, 2, 3], fork_of="live", cache_salt="s")], "another weight version")
-
-
-def test_a_parent_that_has_ended_is_refused() -> None:
-    s = Scenario([FULL], 20)
-    s.prefill("r", [1, 2, 3])
-    s.plan()
-    s.land("r", 1)
-    refused(s.scheduler, [spec("f", [1, 2, 3, 7], fork_of="r")], "other tokens: 3, against 4")
-    s.finish("r")
-    for _ in range(2):
-        refused(s.scheduler, [spec("f", [1, 2, 3], fork_of="r")], "neither a live request")
-        s.plan()  # forgets the request
-
-
-def test_copies_can_be_read_as_arrays() -> None:
-    s = Scenario([Group(granularity=4), FULL], 40, P=4)
-    family(s, 10, 3)
-    assert s.scheduler.next_execution_plan().pages_to_copy_arrays() == {}
-    plan = s.scheduler.next_execution_plan()
-    arrays = plan.pages_to_copy_arrays()
-    again = plan.pages_to_copy_arrays()
-    lists = plan.pages_to_copy
-    assert set(arrays) == {"g0", "g1"}
-    for group, array in arrays.items():
-        assert (array.dtype, array.shape) == (np.int32, (3, 2))
-        assert [tuple(pair) for pair in array.tolist()] == lists[group]
-        assert np.shares_memory(array, again[group])
-        assert not array.flags.writeable
-    del plan, again
-    assert arrays["g0"].tolist() == [list(pair) for pair in lists["g0"]]
-
-
-def test_a_plan_that_forks_in_one_group_names_every_group() -> None:
-    s = Scenario([Group(granularity=4), swa(1)], 40, P=4)
-    family(s, 10, 1)
-    s.plan()
-    plan = s.scheduler.next_execution_plan()
-    assert {group: array.shape for group, array in plan.pages_to_copy_arrays().items()} == {"g0": (1, 2), "g1": (0, 2)}
