@@ -6,7 +6,7 @@ as zeros for the engine's life, because no writer ever stores there.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from tokenspeed_jax.recipes.layout import INT32_MAX, CacheFieldLayout, CacheMemo
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
 
 Planes = dict[str, UInt8[Array, "parents bytes"]]
+Payloads = dict[str, UInt8[Array, "ids bytes"]]
 
 ZERO_WIDTH = 128
 """Block ids of one group that one call of the zeroing program takes; more ids take more calls."""
@@ -62,7 +63,7 @@ class CacheArena:
         self._zero: Callable[[Planes, Int32[Array, "groups ids"]], Planes] = jax.jit(
             self._zero_program, donate_argnums=0
         )
-        self._copy: Any = None
+        self._copy: CopyPrograms | None = None
         self.planes: Planes = self._zeros()
 
     @property
@@ -132,11 +133,18 @@ class CacheArena:
                 ids[row, : len(part)] = part
             self.planes = self._zero(self.planes, jnp.asarray(ids))
 
-    def compile_copies(self) -> Any:
-        """Compiles what `copy_blocks` runs, so that its first call need not; returns it (`jax.stages.Compiled`)."""
+    def compile_copies(self) -> "CopyPrograms":
+        """Compiles what `copy_blocks` runs, so that its first call need not."""
         planes = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self.planes.items()}
-        pairs = jax.ShapeDtypeStruct((len(self._group_ids), COPY_WIDTH, 2), jnp.int32)
-        self._copy = jax.jit(self._copy_program, donate_argnums=0).lower(planes, pairs).compile()
+        ids = jax.ShapeDtypeStruct((len(self._group_ids), COPY_WIDTH), jnp.int32)
+        payloads = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding),
+            jax.eval_shape(self._read_program, planes, ids),
+        )
+        self._copy = CopyPrograms(
+            jax.jit(self._read_program, out_shardings=self._sharding).lower(planes, ids).compile(),
+            jax.jit(self._write_program, donate_argnums=0).lower(planes, payloads, ids).compile(),
+        )
         return self._copy
 
     @property
@@ -163,13 +171,13 @@ class CacheArena:
         }
         rounds = max((-(-len(pairs) // COPY_WIDTH) for pairs in checked.values()), default=0)
         for start in range(0, rounds * COPY_WIDTH, COPY_WIDTH):
-            ids = np.full((len(self._group_ids), COPY_WIDTH, 2), -1, np.int32)
+            ids = np.full((2, len(self._group_ids), COPY_WIDTH), -1, np.int32)
             for row, group_id in enumerate(self._group_ids):
-                part = checked.get(group_id, [])[start : start + COPY_WIDTH]
-                if part:
-                    ids[row, : len(part)] = part
+                for column, pair in enumerate(checked.get(group_id, [])[start : start + COPY_WIDTH]):
+                    ids[:, row, column] = pair
+            sources, destinations = ids
             copy = self._copy or self.compile_copies()
-            self.planes = copy(self.planes, ids)
+            self.planes = copy.write(self.planes, copy.read(self.planes, sources), destinations)
 
     def _check_copied(self, group_id: str, block: object) -> int:
         checked = self.plan.check_page(group_id, _as_int(block))
@@ -208,16 +216,35 @@ class CacheArena:
                 planes[field.plane_id] = _zero_rows(planes[field.plane_id], rows, pages, field)
         return planes
 
-    def _copy_program(self, planes: Planes, pairs: Int32[Array, "groups copies 2"]) -> Planes:
-        """Pairs below 0 name nothing."""
+    def _read_program(self, planes: Planes, ids: Int32[Array, "groups ids"]) -> Payloads:
+        """Ids below 0 read anything."""
+        payloads = {}
+        for row, group_id in enumerate(self._group_ids):
+            packing = self.plan.group(group_id).cache_blocks_per_lcm_block
+            pages = (self.plan.num_lcm_blocks + 1) * packing
+            for field in self.plan.group_fields(group_id):
+                payloads[field.field_id] = _load_rows(planes[field.plane_id], ids[row] + packing - 1, pages, field)
+        return payloads
+
+    def _write_program(self, planes: Planes, payloads: Payloads, ids: Int32[Array, "groups ids"]) -> Planes:
+        """Ids below 0 name nothing."""
         planes = dict(planes)
         for row, group_id in enumerate(self._group_ids):
             packing = self.plan.group(group_id).cache_blocks_per_lcm_block
             pages = (self.plan.num_lcm_blocks + 1) * packing
-            rows = jnp.where(pairs[row] < 0, pages, pairs[row] + packing - 1)
+            rows = jnp.where(ids[row] < 0, pages, ids[row] + packing - 1)
             for field in self.plan.group_fields(group_id):
-                planes[field.plane_id] = _copy_rows(planes[field.plane_id], rows[:, 0], rows[:, 1], pages, field)
+                stored = _store_rows(planes[field.plane_id], rows, payloads[field.field_id], pages, field)
+                planes[field.plane_id] = stored
         return planes
+
+
+@dataclass(frozen=True)
+class CopyPrograms:
+    """Reading and writing apart: in one program the compiler may fuse them, and then needs a second plane."""
+
+    read: jax.stages.Compiled
+    write: jax.stages.Compiled
 
 
 def _zero_rows(
@@ -227,22 +254,17 @@ def _zero_rows(
     return _store_rows(plane, rows, jnp.zeros((rows.shape[0], field.payload_bytes), jnp.uint8), pages, field)
 
 
-def _copy_rows(
-    plane: UInt8[Array, "parents bytes"],
-    sources: Int32[Array, " ids"],
-    destinations: Int32[Array, " ids"],
-    pages: int,
-    field: CacheFieldLayout,
-) -> UInt8[Array, "parents bytes"]:
-    """The plane with one field's payload taken from page rows to others; destinations >= `pages` are dropped."""
-    payload = lax.gather(
+def _load_rows(
+    plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
+) -> UInt8[Array, "ids bytes"]:
+    """One field's payload in the given page rows, clipped to those that exist."""
+    return lax.gather(
         plane.reshape(pages, field.page_stride_bytes),
-        jnp.stack([sources, jnp.full_like(sources, field.field_offset_bytes)], axis=-1),
+        jnp.stack([rows, jnp.full_like(rows, field.field_offset_bytes)], axis=-1),
         lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)),
         slice_sizes=(1, field.payload_bytes),
         mode=lax.GatherScatterMode.CLIP,
     )
-    return _store_rows(plane, destinations, payload, pages, field)
 
 
 def _store_rows(
