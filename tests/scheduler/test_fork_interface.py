@@ -21,8 +21,8 @@ def test_wrong_forks_are_refused_with_their_whole_submission() -> None:
     scheduler.submit_requests([spec("live", [1, 2, 3], cache_salt="s")])
     fine = spec("fine", [1])
 
-    def fork(tokens: list[int], of: str, **fields: object) -> RequestSpec:
-        return spec("f", tokens, fork_of=of, **fields)
+    def fork(tokens: list[int], of: str, cache_salt: str = "") -> RequestSpec:
+        return spec("f", tokens, fork_of=of, cache_salt=cache_salt)
 
     refused(scheduler, [fine, fork([1], "nobody")], "'f': fork_of 'nobody' is neither a live request nor an earlier")
     refused(scheduler, [fork([1], "fine"), fine], "neither a live request nor an earlier one of this submission")

@@ -7,6 +7,7 @@ as zeros for the engine's life, because no writer ever stores there.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -241,10 +242,10 @@ class CacheArena:
 
 @dataclass(frozen=True)
 class CopyPrograms:
-    """Reading and writing apart: in one program the compiler may fuse them, and then needs a second plane."""
+    """Reading and writing apart (`jax.stages.Compiled`): a compiler that fused them would need a second plane."""
 
-    read: jax.stages.Compiled
-    write: jax.stages.Compiled
+    read: Any
+    write: Any
 
 
 def _zero_rows(
