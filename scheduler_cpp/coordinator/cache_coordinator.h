@@ -103,8 +103,8 @@ class CacheCoordinator {
                                                  int32_t common_tokens) const;
   // Admits a new request that computes on from `position`: its tables, which must be empty, take the parent's blocks
   // over as `forks` (PlanFork's answer, with nothing in between) says, and grow from `position` by the demands, all of
-  // them dense. Nothing is returned, and nothing is changed, when that cannot fit. The sources of copies are the parent's
-  // and stay valid for as long as it holds them.
+  // them dense. Nothing is returned, and nothing is changed, when that cannot fit. The sources of copies are the
+  // parent's and stay valid for as long as it holds them.
   std::optional<ForkedAdmission> Fork(std::span<const TableFork> forks, std::span<const BlockTable> parent,
                                       int32_t position, std::span<const TokenDemand> demands,
                                       std::span<BlockTable> tables);

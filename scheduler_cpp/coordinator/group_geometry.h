@@ -41,7 +41,7 @@ class GroupGeometry {
   GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granularity);
 
   bool IsPrefixClosed() const { return kind_ == CacheGroupKind::kFullAttention; }
-  // Whether blocks hold a row per token; otherwise each is one snapshot, of use only at the token count it was taken at.
+  // Whether blocks hold a row per token; otherwise each is one snapshot, of use at one token count alone.
   bool HoldsRows() const { return kind_ != CacheGroupKind::kRecurrentState; }
   // Tokens to feed again below a hit; 0 for a group that is matched instead.
   int32_t ReplayWindow() const { return replayable_ ? window_tokens_ : 0; }

@@ -2,8 +2,8 @@
 //
 // Blocks that only hold rows below the position from which the fork computes are shared; nobody writes them again. The
 // block that contains the position is written by both, so the fork has one of its own, and the rows that it reads there
-// are copied. So are the full blocks before it of a prefix page that the common tokens do not complete: each continuation
-// completes it with other tokens and publishes it under another key, and a block can have one key only.
+// are copied. So are the full blocks before it of a prefix page that the common tokens do not complete: each
+// continuation completes it with other tokens and publishes it under another key, and a block can have one key only.
 //
 // Thread safety: values and pure functions. Costs: O(blocks that are read).
 
@@ -37,8 +37,8 @@ struct TableFork {
 };
 
 // How to compute on from `position`, a token count below which the parent's rows are written, towards a continuation of
-// the first `common_tokens` (>= position) tokens. Nothing when the parent has let go of a block that is read, or when the
-// group keeps snapshots, of which there is none at `position`.
+// the first `common_tokens` (>= position) tokens. Nothing when the parent has let go of a block that is read, or when
+// the group keeps snapshots, of which there is none at `position`.
 std::optional<TableFork> ForkAt(const CacheGroup& group, const BlockTable& parent, int32_t position,
                                 int32_t common_tokens);
 

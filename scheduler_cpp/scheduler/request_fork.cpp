@@ -30,8 +30,9 @@ std::optional<AdmissionOutcome> RequestAdmission::Fork(Request& request, const R
   AppendPerGroup(copies, forked->copies);
   request.ShareHashes(parent, config_.prefix_granularity);
   auto resources = std::make_unique<RequestResources>(coordinator_, slots_.Take(), std::move(tables));
-  // No page counts as hashed, although the parent may have published some: what the fork publishes at its next admission
-  // then stamps them with its own, later epoch, as a hit would have done, and covers those that are not published yet.
+  // No page counts as hashed, although the parent may have published some: what the fork publishes at its next
+  // admission then stamps them with its own, later epoch, as a hit would have done, and covers those that are not
+  // published yet.
   resources->progress.access_epoch = forked->access_epoch;
   resources->covered_tokens = int64_t{begin} + chunk;
   const PrefillWindow window{.begin = begin, .size = chunk};

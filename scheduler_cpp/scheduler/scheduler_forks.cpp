@@ -54,8 +54,8 @@ bool Scheduler::AwaitsParent(const Request& request) const {
 
 AdmissionOutcome Scheduler::AdmitFirstChunk(Round& round, Request& request) {
   const Request* parent = LiveParent(request);
-  // A parent that came back with output may have resumed so far behind the prompt that it holds the prompt's last blocks
-  // without all of their rows.
+  // A parent that came back with output may have resumed so far behind the prompt that it holds the prompt's last
+  // blocks without all of their rows.
   if (parent != nullptr && parent->prefill_size() == request.prefill_size() &&
       (parent->state() == RequestState::kPrefillDone || parent->state() == RequestState::kDecoding)) {
     const auto outcome = admission_.Fork(request, *parent, round.budget(), round.fresh(), round.copies());
