@@ -137,6 +137,10 @@ class RequestSpec:
         priority: the lower, the earlier it is served, and the later it is retracted; first come, first served among
             equals. Nobody who runs is interrupted for a more urgent request, unless the cache runs out.
         cache_salt: prefixes are shared only between requests of the same salt; at most 65,536 bytes.
+        fork_of: id of another request with the same tokens and salt, live or earlier in the same submission; empty for
+            none. The request waits until that one's prompt is computed and then takes its blocks over, so that only the
+            prompt's end is computed again; if they are gone by then, it runs like any other. A request that names one
+            cannot be named itself.
     """
 
     request_id: str
@@ -144,6 +148,7 @@ class RequestSpec:
     max_new_tokens: int
     priority: int
     cache_salt: str
+    fork_of: str
     def __init__(self) -> None: ...
 
 class ForwardEvent:
@@ -288,7 +293,11 @@ class Forward:
         def decode_input_ids_array(self) -> npt.NDArray[np.int32]: ...
 
 class ExecutionPlan:
-    """Everything one round asks of the executor; `forward` holds exactly one batch, possibly without rows."""
+    """Everything one round asks of the executor; `forward` holds exactly one batch, possibly without rows.
+
+    The order is: `pages_to_zero`, `pages_to_copy`, the batch. A copy (source, destination) takes the whole contents of
+    a block to another one of its group; no block is both a source and a destination.
+    """
 
     @property
     def forward(self) -> list[Forward.Batch]: ...
@@ -301,6 +310,9 @@ class ExecutionPlan:
     @property
     def pages_to_zero(self) -> dict[str, list[int]]: ...
     def pages_to_zero_arrays(self) -> dict[str, npt.NDArray[np.int32]]: ...
+    @property
+    def pages_to_copy(self) -> dict[str, list[tuple[int, int]]]: ...
+    def pages_to_copy_arrays(self) -> dict[str, npt.NDArray[np.int32]]: ...
 
 class Scheduler:
     """Decides, round by round, which requests run and where their cache lives.

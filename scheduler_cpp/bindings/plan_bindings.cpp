@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -102,6 +103,26 @@ py::dict TableChangeViews(const py::object& self) {
   return changes;
 }
 
+py::dict CopyLists(const ExecutionPlan& plan) {
+  py::dict pages;
+  for (const auto& [group_id, copies] : plan.pages_to_copy) {
+    py::list pairs;
+    for (const BlockCopy& copy : copies) pairs.append(py::make_tuple(copy.source, copy.destination));
+    pages[py::str(group_id)] = pairs;
+  }
+  return pages;
+}
+
+py::dict CopyViews(const py::object& self) {
+  static_assert(std::is_standard_layout_v<BlockCopy> && sizeof(BlockCopy) == 2 * sizeof(int32_t));
+  py::dict pages;
+  for (const auto& [group_id, copies] : self.cast<const ExecutionPlan&>().pages_to_copy) {
+    const auto* ids = reinterpret_cast<const int32_t*>(copies.data());
+    pages[py::str(group_id)] = ReadOnlyView(ids, {static_cast<py::ssize_t>(copies.size()), 2}, self);
+  }
+  return pages;
+}
+
 void BindBatch(py::module_& module) {
   py::module_ forward = module.def_submodule("Forward", "Model steps.");
   py::class_<ForwardBatch, std::shared_ptr<ForwardBatch>>(forward, "Batch", "One model step; prefill rows come first.")
@@ -144,7 +165,9 @@ void BindPlan(py::module_& module) {
       .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.")
       .def("table_changes", &TableChangeViews,
            "Per group whose resident tables changed since the last plan: spans, int32 [spans, 3] of request-pool slot, "
-           "first column and length; and their entries one after the other, int32 [entries]. Read-only views.");
+           "first column and length; and their entries one after the other, int32 [entries]. Read-only views.")
+      .def_property_readonly("pages_to_copy", &CopyLists)
+      .def("pages_to_copy_arrays", &CopyViews, "Per group: int32 [copies, (source, destination)], a read-only view.");
 }
 
 }  // namespace tokenspeed

@@ -26,6 +26,7 @@
 #include "coordinator/cache_group_spec.h"
 #include "coordinator/group_geometry.h"
 #include "coordinator/prefix_convergence.h"
+#include "coordinator/table_fork.h"
 #include "core/block_pool.h"
 #include "core/block_table.h"
 
@@ -54,6 +55,13 @@ struct AdmissionResult {
   uint64_t access_epoch = 0;
   // Per group: ids of the blocks freshly acquired, in acquisition order; prefix hits are not among them.
   std::vector<std::vector<int32_t>> new_block_ids;
+};
+
+// As AdmissionResult, of a request that takes over another one's blocks.
+struct ForkedAdmission {
+  uint64_t access_epoch = 0;
+  std::vector<std::vector<int32_t>> new_block_ids;  // per group; the destinations of copies are not among them
+  std::vector<std::vector<BlockCopy>> copies;       // per group
 };
 
 enum class DeviceMutation : uint8_t { kStored, kRemoved };
@@ -88,6 +96,19 @@ class CacheCoordinator {
   std::optional<AdmissionResult> Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
                                        std::span<const TokenDemand> demands, const RequestProgress& progress,
                                        std::optional<uint64_t> access_epoch = std::nullopt);
+
+  // Forks (table_fork.cpp).
+  // How another request may compute on from `position` with what these tables hold, if the first `common_tokens` tokens
+  // are the same; nothing when it cannot.
+  std::optional<std::vector<TableFork>> PlanFork(std::span<const BlockTable> parent, int32_t position,
+                                                 int32_t common_tokens) const;
+  // Admits a new request that computes on from `position`: its tables, which must be empty, take the parent's blocks
+  // over as `forks` (PlanFork's answer, with nothing in between) says, and grow from `position` by the demands, all of
+  // them dense. Nothing is returned, and nothing is changed, when that cannot fit. The sources of copies are the
+  // parent's and stay valid for as long as it holds them.
+  std::optional<ForkedAdmission> Fork(std::span<const TableFork> forks, std::span<const BlockTable> parent,
+                                      int32_t position, std::span<const TokenDemand> demands,
+                                      std::span<BlockTable> tables);
 
   // Publishes completed pages without admitting anything (finish, retraction).
   void CacheCompletedBlocks(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t access_epoch);

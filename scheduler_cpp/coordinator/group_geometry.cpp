@@ -82,4 +82,10 @@ int32_t GroupGeometry::ExpiredBlocks(int32_t num_computed_tokens) const {
   return static_cast<int32_t>(std::max<int64_t>(0, first_read) / block_granularity_);
 }
 
+int32_t GroupGeometry::EndOfReadBlocks(int32_t position) const {
+  const bool reads_itself_alone = !IsPrefixClosed() && window_tokens_ == 1;
+  return reads_itself_alone ? ExpiredBlocks(position)
+                            : static_cast<int32_t>(CeilDivide(position, block_granularity_));
+}
+
 }  // namespace tokenspeed

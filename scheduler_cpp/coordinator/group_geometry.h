@@ -41,6 +41,8 @@ class GroupGeometry {
   GroupGeometry(const CacheGroupSpec& spec, int32_t prefix_granularity);
 
   bool IsPrefixClosed() const { return kind_ == CacheGroupKind::kFullAttention; }
+  // Whether blocks hold a row per token; otherwise each is one snapshot, of use at one token count alone.
+  bool HoldsRows() const { return kind_ != CacheGroupKind::kRecurrentState; }
   // Tokens to feed again below a hit; 0 for a group that is matched instead.
   int32_t ReplayWindow() const { return replayable_ ? window_tokens_ : 0; }
   // Blocks below a boundary that are needed to resume there: 0 for closed groups, else ceil((window - 1) / g).
@@ -48,6 +50,10 @@ class GroupGeometry {
   MatchRule Matching() const { return {IsPrefixClosed(), LookbackBlocks()}; }
   int32_t block_granularity() const { return block_granularity_; }
   int32_t BlocksPerPrefixPage() const { return prefix_granularity_ / block_granularity_; }
+  // Blocks of the prefix pages that so many leading tokens complete.
+  int32_t BlocksInPrefixPages(int32_t num_tokens) const {
+    return num_tokens / prefix_granularity_ * BlocksPerPrefixPage();
+  }
 
   // The extent that materialises the block ending at or containing token `first_snapshot_tokens` (> 0) and everything
   // behind it up to `extent_tokens`: what a state group needs of a chunk, whose other blocks stay holes.
@@ -61,6 +67,9 @@ class GroupGeometry {
 
   // Leading slots that no later query can read once `num_computed_tokens` tokens are written.
   int32_t ExpiredBlocks(int32_t num_computed_tokens) const;
+  // Of the rows below it, a query at `position` reads some in each of the slots
+  // [ExpiredBlocks(position), EndOfReadBlocks(position)) and none in any other. Only for groups that hold rows.
+  int32_t EndOfReadBlocks(int32_t position) const;
 
  private:
   // Tokens, counting the query's own, that a query reads; not meaningful for closed groups.

@@ -1,4 +1,4 @@
-// Everything one round asks of the executor.
+// Everything one round asks of the executor, in this order: pages_to_zero, pages_to_copy, the batch.
 
 #ifndef TOKENSPEED_SCHEDULER_EXECUTION_PLAN_H_
 #define TOKENSPEED_SCHEDULER_EXECUTION_PLAN_H_
@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/table_fork.h"
 #include "scheduler/forward_batch.h"
 
 namespace tokenspeed {
@@ -16,11 +17,16 @@ namespace tokenspeed {
 struct ExecutionPlan {
   // Shared with whoever reads it, so that views into a batch may outlive the plan.
   std::shared_ptr<ForwardBatch> forward = std::make_shared<ForwardBatch>();
-  // Ids taken from the pool this round, per group, in order of acquisition; hits are not among them.
+  // Ids taken from the pool this round, per group, in order of acquisition. Hits are not among them, nor are the
+  // destinations of copies, which are overwritten whole.
   std::map<std::string, std::vector<int32_t>> pages_to_zero;
   // What has changed in the resident tables since the plan before this one, per group in group order.
   std::vector<BlockTableChanges> table_changes;
   std::shared_ptr<const std::vector<std::string>> group_ids;
+  // Per group, blocks whose whole contents go to another block of the group before the batch runs. No source is written
+  // by anything before that, nor is it a destination, so the order among copies does not matter. Under sharding the two
+  // blocks may belong to different shards. Without keys in a round that forks nothing; otherwise every group has one.
+  std::map<std::string, std::vector<BlockCopy>> pages_to_copy;
 };
 
 }  // namespace tokenspeed

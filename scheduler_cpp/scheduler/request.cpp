@@ -52,8 +52,11 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
   }
 }
 
-Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence)
+Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, const Request* parent)
     : id_(std::move(spec.request_id)),
+      origin_(parent == nullptr ? std::nullopt
+                                : std::optional(ForkOrigin{.parent_id = parent->id(),
+                                                           .parent_sequence = parent->rank().sequence})),
       rank_{.priority = spec.priority, .sequence = sequence},
       tokens_(std::move(spec.tokens)),
       submitted_size_(static_cast<int32_t>(tokens_.size())),
@@ -89,10 +92,21 @@ std::span<const uint64_t> Request::EventHashes(int32_t prefix_granularity, int32
   return {event_hashes_.data(), static_cast<std::size_t>(num_pages)};
 }
 
+void Request::ShareHashes(const Request& parent, int32_t prefix_granularity) {
+  const auto in_prompt = static_cast<std::size_t>(submitted_size_ / prefix_granularity);
+  const auto take_over = [in_prompt](auto& own, const auto& theirs) {
+    const std::size_t end = std::min(in_prompt, theirs.size());
+    if (own.size() < end) own.insert(own.end(), theirs.begin() + own.size(), theirs.begin() + end);
+  };
+  take_over(prefix_hashes_, parent.prefix_hashes_);
+  take_over(event_hashes_, parent.event_hashes_);
+}
+
 void Request::EnterWindow(const PrefillWindow& window) {
   window_ = window;
   const bool completes = window.end() == prefill_size_;
   if (completes) overtaken_rounds = 0;
+  has_completed_prompt_ = has_completed_prompt_ || completes;
   state_ = completes ? RequestState::kPrefillDone : RequestState::kPrefilling;
 }
 

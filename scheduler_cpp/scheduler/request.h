@@ -85,11 +85,17 @@ struct ReadmissionRank {
   friend auto operator<=>(const ReadmissionRank&, const ReadmissionRank&) = default;
 };
 
+// Whom a fork was submitted to follow. The sequence tells the parent from a later request of the same id.
+struct ForkOrigin {
+  std::string parent_id;
+  int64_t parent_sequence = 0;
+};
+
 class Request {
  public:
   // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
-  // whole life with whom it shares prefixes.
-  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence);
+  // whole life with whom it shares prefixes. `parent` is the request that the spec is a fork of, null without one.
+  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, const Request* parent);
 
   const std::string& id() const { return id_; }
   int32_t priority() const { return rank_.priority; }
@@ -101,6 +107,18 @@ class Request {
   bool IsReadmission() const { return state_ == RequestState::kRetracted && has_recoverable_snapshot_; }
   ReadmissionRank readmission_rank() const {
     return {.priority = rank_.priority, .starts_generation = TokenSize() == submitted_size_, .retraction = retraction_};
+  }
+
+  // Absent for a request that was not submitted as a fork.
+  const std::optional<ForkOrigin>& origin() const { return origin_; }
+  // Whether its prompt has ever been scheduled to its end.
+  bool has_completed_prompt() const { return has_completed_prompt_; }
+  std::span<const int32_t> SubmittedTokens() const {
+    return {tokens_.data(), static_cast<std::size_t>(submitted_size_)};
+  }
+  // Whether a request of this salt and version would share prefixes with this one.
+  bool SharesPrefixesUnder(const std::string& cache_salt, const std::string& weight_version) const {
+    return chain_keys_ == ChainKeys(cache_salt, weight_version);
   }
 
   const std::vector<int32_t>& tokens() const { return tokens_; }
@@ -125,6 +143,8 @@ class Request {
   std::span<const PrefixHash> PrefixHashes(int32_t prefix_granularity, int32_t num_pages);
   // Residency-event hashes of the first `num_pages` prefix pages, in the same manner.
   std::span<const uint64_t> EventHashes(int32_t prefix_granularity, int32_t num_pages);
+  // Takes over what `parent`, of the same prompt and chain keys, has hashed of the prompt.
+  void ShareHashes(const Request& parent, int32_t prefix_granularity);
 
   // Transitions. RequestBook keeps the order by state and is the only caller of those that change the state.
   void StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve);
@@ -153,6 +173,7 @@ class Request {
   void EnterWindow(const PrefillWindow& window);
 
   std::string id_;
+  std::optional<ForkOrigin> origin_;
   RequestRank rank_;
   std::vector<int32_t> tokens_;
   int32_t submitted_size_;
@@ -166,6 +187,7 @@ class Request {
   bool yields_ = false;
   bool has_recoverable_snapshot_ = false;
   int64_t retraction_ = 0;
+  bool has_completed_prompt_ = false;
   std::vector<std::string> chain_keys_;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;

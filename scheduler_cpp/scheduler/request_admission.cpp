@@ -5,17 +5,6 @@
 #include <utility>
 
 namespace tokenspeed {
-namespace {
-
-void AppendFresh(RequestAdmission::FreshBlocks& fresh, const std::vector<std::vector<int32_t>>& acquired) {
-  fresh.resize(acquired.size());
-  for (std::size_t group = 0; group < acquired.size(); ++group) {
-    fresh[group].insert(fresh[group].end(), acquired[group].begin(), acquired[group].end());
-  }
-}
-
-}  // namespace
-
 RequestAdmission::RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator,
                                    RequestSlotPool& slots, ResidentTables& tables, RequestBook& book,
                                    ResidencyLedger* ledger)
@@ -133,7 +122,7 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   const auto admitted = coordinator_.Admit(probe, tables, Demands(hit, chunk, reserve), RequestProgress{});
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
-  AppendFresh(fresh, admitted->new_block_ids);
+  AppendPerGroup(fresh, admitted->new_block_ids);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   CacheProgress& progress = resources->progress;
   progress.num_hashed_pages = hit / config_.prefix_granularity;
@@ -169,7 +158,7 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
                                            Demands(first, chunk, reserve), made, progress.access_epoch);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
-  AppendFresh(fresh, admitted->new_block_ids);
+  AppendPerGroup(fresh, admitted->new_block_ids);
   progress.DiscardHashed(config_.prefix_granularity);
   RecordSnapshot(progress, first + chunk);
   resources.progress = std::move(progress);
@@ -199,7 +188,7 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
     const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(), DecodeDemands(growth),
                                              made, progress.access_epoch);
     if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
-    AppendFresh(fresh, admitted->new_block_ids);
+    AppendPerGroup(fresh, admitted->new_block_ids);
     progress.DiscardHashed(config_.prefix_granularity);
     resources.progress = std::move(progress);
     resources.WriteTables(made.completed_pages);

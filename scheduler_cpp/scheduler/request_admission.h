@@ -33,10 +33,21 @@ enum class AdmissionOutcome : uint8_t {
   kNotNow,      // no token fits the budget, or there is no request slot
 };
 
+// Appends the entries of each group to those that the group has already.
+template <typename Entry>
+void AppendPerGroup(std::vector<std::vector<Entry>>& all, const std::vector<std::vector<Entry>>& more) {
+  all.resize(more.size());
+  for (std::size_t group = 0; group < more.size(); ++group) {
+    all[group].insert(all[group].end(), more[group].begin(), more[group].end());
+  }
+}
+
 class RequestAdmission {
  public:
   // Ids of freshly acquired blocks, one list per group.
   using FreshBlocks = std::vector<std::vector<int32_t>>;
+  // Blocks to be copied before the batch runs, one list per group.
+  using BlockCopies = std::vector<std::vector<BlockCopy>>;
 
   // `ledger` is null when residency events are off.
   RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, RequestSlotPool& slots,
@@ -49,6 +60,11 @@ class RequestAdmission {
   // The first chunk of a waiting request, or the next one of a prefilling request.
   AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
+  // The first chunk of a waiting request that takes over the blocks of `parent`, a resident request whose rows for the
+  // same prompt are all written by earlier rounds: only the prompt's end is computed again (request_fork.cpp). Nothing
+  // is returned, and nothing changed, when the parent no longer holds all that this needs.
+  std::optional<AdmissionOutcome> Fork(Request& request, const Request& parent, int64_t budget, FreshBlocks& fresh,
+                                       BlockCopies& copies);
   // Publishes the pages that a request which ends normally has completed since its last admission.
   void PublishAtFinish(Request& request);
 

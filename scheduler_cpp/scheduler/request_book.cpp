@@ -5,7 +5,8 @@
 namespace tokenspeed {
 
 void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
-  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_);
+  const Request* parent = spec.fork_of.empty() ? nullptr : Find(spec.fork_of);
+  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_, parent);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
   waiting_.emplace(added->rank(), added);

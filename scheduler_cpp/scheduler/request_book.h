@@ -28,7 +28,7 @@ class RequestBook {
   using Order = std::map<RequestRank, Request*>;
   using ReadmissionOrder = std::map<ReadmissionRank, Request*>;
 
-  // The id must be new.
+  // The id must be new, and the parent of a fork must be known.
   void Insert(RequestSpec spec, const std::string& weight_version);
   // Null when the id is unknown.
   Request* Find(const std::string& id) const;

@@ -15,6 +15,9 @@ struct RequestSpec {
   int32_t max_new_tokens = 0;   // 0 = undeclared
   int32_t priority = 0;         // the lower, the earlier it is served
   std::string cache_salt = {};  // prefixes are shared only between requests of the same salt
+  // Id of another request with the same tokens and salt, live or earlier in the same submission, whose blocks are taken
+  // over once its prompt is computed; empty for none. A request that names one cannot be named itself.
+  std::string fork_of = {};
 };
 
 }  // namespace tokenspeed

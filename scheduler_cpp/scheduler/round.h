@@ -41,6 +41,7 @@ class Round {
   bool HasDecode() const { return NumRows() > batch().NumExtends(); }
   std::size_t NumRows() const { return batch().NumRows(); }
   RequestAdmission::FreshBlocks& fresh() { return fresh_; }
+  RequestAdmission::BlockCopies& copies() { return copies_; }
 
   // Of the candidates that the cache could not hold, the first of the most urgent ones; null while there is none.
   Request* blocker() const { return blocker_; }
@@ -74,6 +75,7 @@ class Round {
   std::optional<int32_t> sealed_priority_;
   ExecutionPlan plan_;
   RequestAdmission::FreshBlocks fresh_;  // empty until the first admission, then one list per group
+  RequestAdmission::BlockCopies copies_;  // empty until the first fork, then one list per group
 };
 
 }  // namespace tokenspeed

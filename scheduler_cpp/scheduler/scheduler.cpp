@@ -4,7 +4,7 @@
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 
@@ -62,12 +62,12 @@ Scheduler::Scheduler(SchedulerConfig config)
       admission_(config_, coordinator_, slots_, resident_tables_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
-  std::unordered_set<std::string_view> ids;
+  std::unordered_map<std::string_view, const RequestSpec*> earlier;
   for (const RequestSpec& spec : specs) {
     const std::string who = "request '" + spec.request_id + "': ";
     if (spec.tokens.empty()) throw std::invalid_argument(who + "tokens must not be empty");
     if (book_.Contains(spec.request_id)) throw std::invalid_argument(who + "request_id is already in use");
-    if (!ids.insert(spec.request_id).second) throw std::invalid_argument(who + "request_id occurs twice");
+    if (earlier.contains(spec.request_id)) throw std::invalid_argument(who + "request_id occurs twice");
     if (spec.max_new_tokens < 0) {
       throw std::invalid_argument(who + "max_new_tokens must be >= 0, got " + std::to_string(spec.max_new_tokens));
     }
@@ -80,6 +80,9 @@ void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
                                   " tokens; the device cache holds at most " +
                                   std::to_string(max_single_request_tokens_) + " of one request");
     }
+    const auto named = earlier.find(spec.fork_of);
+    if (!spec.fork_of.empty()) ValidateFork(spec, named == earlier.end() ? nullptr : named->second);
+    earlier.emplace(spec.request_id, &spec);
   }
 }
 

@@ -5,7 +5,7 @@
 //   over a hash container decides anything.
 // - A refused call leaves everything as it was.
 // - A waiting request that could run alone is passed by those behind it in at most max_overtaken_rounds rounds; then
-//   nobody behind it is admitted before it is.
+//   nobody behind it is admitted before it is. Rounds in which a fork waits for its parent's prompt do not count.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
 // Built so far: role Fused, device tier, every kind of group. Anything else is refused at
@@ -99,6 +99,16 @@ class Scheduler {
 
  private:
   void ValidateSpecs(std::span<const RequestSpec> specs) const;
+
+  // Forks (scheduler_forks.cpp).
+  // Throws std::invalid_argument. `parent` is the entry of the same submission that the fork names, null without one.
+  void ValidateFork(const RequestSpec& fork, const RequestSpec* parent) const;
+  // The request whose blocks a request that was never admitted would take over; null when there is none any more.
+  const Request* LiveParent(const Request& request) const;
+  // Whether a waiting request has to wait for its parent's prompt, and so is no candidate in this round.
+  bool AwaitsParent(const Request& request) const;
+  AdmissionOutcome AdmitFirstChunk(Round& round, Request& request);
+
   std::size_t GroupIndex(const std::string& group_id) const;
 
   // Rounds (scheduler_rounds.cpp).

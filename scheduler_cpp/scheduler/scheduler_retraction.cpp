@@ -91,6 +91,7 @@ Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
     // What an urgent request gives up is not for a less urgent one; it may be this one's again in the next round.
     if (request->priority() > excluded.priority()) return nullptr;
     if (request->IsReadmission()) continue;
+    if (AwaitsParent(*request)) continue;
     if (request != &excluded && !MustYield(*request)) return request;
     if (HoldsTheLine(*request)) return nullptr;
   }

@@ -41,7 +41,8 @@ bool Scheduler::AnyResultOut() const {
 }
 
 AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
-  const AdmissionOutcome outcome = admission_.Prefill(request, round.budget(), round.fresh());
+  const AdmissionOutcome outcome = request.IsWaiting() ? AdmitFirstChunk(round, request)
+                                                       : admission_.Prefill(request, round.budget(), round.fresh());
   if (outcome == AdmissionOutcome::kScheduled) round.PushPrefill(request);
   return outcome;
 }
@@ -106,6 +107,7 @@ void Scheduler::ScheduleWaiting(Round& round) {
     ++next;  // an admission takes the request out of this order
     if (request.IsReadmission()) continue;
     if (round.IsSealedFor(request)) return;
+    if (AwaitsParent(request)) continue;
     const bool yields = MustYield(request);
     const AdmissionOutcome outcome = yields ? AdmissionOutcome::kNoCapacity : TryPrefill(round, request);
     if (outcome == AdmissionOutcome::kNoCapacity) {

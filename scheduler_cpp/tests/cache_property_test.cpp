@@ -14,6 +14,7 @@ namespace {
 TEST(CacheProperty, random_workloads_read_only_what_they_wrote) {
   int hits = 0;
   int refusals = 0;
+  int forks = 0;
   for (uint64_t seed = 1; seed <= 150; ++seed) {
     std::mt19937_64 random(seed);
     std::vector<uint8_t> bytes(600);
@@ -22,11 +23,13 @@ TEST(CacheProperty, random_workloads_read_only_what_they_wrote) {
     workload.Run();
     hits += workload.hits();
     refusals += workload.refusals();
+    forks += workload.forks();
     ASSERT_FALSE(::testing::Test::HasFailure()) << "seed " << seed;
   }
   // The workloads must reach what they are there to test.
   EXPECT_TRUE(hits > 500);
   EXPECT_TRUE(refusals > 500);
+  EXPECT_TRUE(forks > 500);
 }
 
 }  // namespace

@@ -41,11 +41,12 @@ std::vector<CacheGroupSpec> CacheWorkload::ChooseSpecs() {
 }
 
 void CacheWorkload::Step() {
-  const int32_t choice = Below(8);
+  const int32_t choice = Below(9);
   if (requests_.empty() || choice == 0) return Arrive();
   const auto i = static_cast<std::size_t>(Below(static_cast<int32_t>(requests_.size())));
   if (choice <= 5) return Advance(requests_[i]);
   if (choice == 6) return Leave(i, Below(4) > 0);
+  if (choice == 7) return requests_[i].computed >= requests_[i].prompt ? Fork(requests_[i]) : Advance(requests_[i]);
   const bool clearable = cache_.CacheIsClearable();
   EXPECT_EQ(cache_.ClearDeviceCache(), clearable);
 }
@@ -79,6 +80,54 @@ void CacheWorkload::Advance(Request& request) {
                             ? Prefill(request, cache_.ProbePrefix({}), request.computed, progress)
                             : Decode(request, progress);
   if (admitted) request.hashes = hashes;
+}
+
+bool CacheWorkload::HoldsAllRead(const Request& parent, int32_t position) const {
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    if (specs_[g].kind == CacheGroupKind::kRecurrentState) return false;
+    const bool window = specs_[g].kind == CacheGroupKind::kSlidingWindow;
+    for (int32_t row = window ? std::max(0, position - specs_[g].sliding_window_tokens + 1) : 0; row < position; ++row) {
+      if (!parent.tables[g].blocks[row / specs_[g].block_granularity]) return false;
+    }
+  }
+  return true;
+}
+
+void CacheWorkload::Fork(const Request& parent) {
+  const int32_t position = parent.prompt - 1;
+  const auto plan = cache_.PlanFork(parent.tables, position, parent.prompt);
+  ASSERT_EQ(plan.has_value(), HoldsAllRead(parent, position));
+  if (!plan) return;
+  Request fork;
+  fork.prompt = parent.prompt;
+  fork.tokens.assign(parent.tokens.begin(), parent.tokens.begin() + parent.prompt);
+  fork.tables = cache_.MakeTables();
+  fork.known_slots.assign(specs_.size(), 0);
+  fork.known_frontiers.assign(specs_.size(), 0);
+  ++arrivals_;
+  const Image before = Snapshot(fork);
+  const auto forked =
+      cache_.Fork(*plan, parent.tables, position, std::vector(specs_.size(), Dense(1, Below(6))), fork.tables);
+  if (!forked) {
+    ++refusals_;
+    EXPECT_TRUE(before == Snapshot(fork));
+    return;
+  }
+  EXPECT_EQ(forked->access_epoch, ++epochs_issued_);
+  fork.epoch = forked->access_epoch;
+  for (std::size_t g = 0; g < specs_.size(); ++g) {
+    const auto group = static_cast<int32_t>(g);
+    for (int32_t id : forked->new_block_ids[g]) contents_.erase({group, id});
+    for (const BlockCopy& copy : forked->copies[g]) {
+      std::vector<int32_t> rows = contents_[{group, copy.source}];
+      rows.resize(std::min(rows.size(), static_cast<std::size_t>(position)));  // the rows above are overwritten
+      contents_[{group, copy.destination}] = rows;
+    }
+  }
+  ++forks_;
+  CheckReadable(fork, position);
+  Write(fork, position, parent.prompt);
+  requests_.push_back(std::move(fork));
 }
 
 RequestProgress CacheWorkload::Progress(const Request& request, std::vector<PrefixHash>& hashes) const {
@@ -189,6 +238,7 @@ void CacheWorkload::CheckReadable(const Request& request, int32_t position) {
     int32_t first_read = 0;
     if (specs_[g].kind == CacheGroupKind::kRecurrentState) first_read = position - 1;
     if (specs_[g].kind == CacheGroupKind::kSlidingWindow) first_read = position - specs_[g].sliding_window_tokens + 1;
+    if (first_read >= position) continue;  // a window of one token: the query reads its own row alone
     for (int32_t slot = std::max(0, first_read) / granularity; slot * granularity < position; ++slot) {
       ASSERT_TRUE(bool(request.tables[g].blocks[slot]));
       EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, position));

@@ -1,7 +1,7 @@
 // CacheWorkload: requests that live through a cache the way the scheduler makes them, driven by a string of bytes.
 //
-// The bytes choose everything: prompts (which share prefixes), chunk lengths, decode steps, endings, clears. After each
-// step the workload checks what must always hold:
+// The bytes choose everything: prompts (which share prefixes), chunk lengths, decode steps, forks, endings, clears. After
+// each step the workload checks what must always hold:
 // - the contents a request reads are the ones its own tokens produce, also through hits, reuse and eviction;
 // - full-attention tables have no hole, window tables keep all that the next query reads (I13, I14);
 // - tables only grow, frontiers only move on, capacity equals the admitted growth (I11, I12, I15);
@@ -36,6 +36,7 @@ class CacheWorkload {
 
   int hits() const { return hits_; }
   int refusals() const { return refusals_; }
+  int forks() const { return forks_; }
 
  private:
   struct Request {
@@ -61,6 +62,12 @@ class CacheWorkload {
   void Arrive();
 
   void Advance(Request& request);
+
+  // Another continuation of a request's prompt, on what the request still holds of it.
+  void Fork(const Request& parent);
+
+  // Whether the parent still holds all rows that a query at `position` reads.
+  bool HoldsAllRead(const Request& parent, int32_t position) const;
 
   RequestProgress Progress(const Request& request, std::vector<PrefixHash>& hashes) const;
 
@@ -100,6 +107,7 @@ class CacheWorkload {
   uint64_t epochs_issued_ = 0;
   int hits_ = 0;
   int refusals_ = 0;
+  int forks_ = 0;
 };
 
 }  // namespace tokenspeed::testing

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
@@ -263,6 +265,26 @@ TEST(GroupGeometry, a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot)
   EXPECT_EQ(fine.SnapshotSuffix(8, 10).extent_tokens, 10);
   EXPECT_FATAL(fine.SnapshotSuffix(0, 10));
   EXPECT_FATAL(fine.SnapshotSuffix(11, 10));
+}
+
+// The slots that a query reads below its own row, by going through the rows.
+TEST(GroupGeometry, slots_read_below_a_position_are_those_of_its_rows) {
+  for (int32_t granularity : {1, 2, 4, 8}) {
+    for (int32_t window = 0; window <= 20; ++window) {  // 0: full attention
+      const GroupGeometry geometry(window == 0 ? Full(granularity) : Window(window, granularity), 8);
+      for (int32_t position = 0; position <= 40; ++position) {
+        std::set<int32_t> slots;
+        for (int32_t row = window == 0 ? 0 : std::max(0, position - window + 1); row < position; ++row) {
+          slots.insert(row / granularity);
+        }
+        std::set<int32_t> told;
+        const int32_t end = geometry.EndOfReadBlocks(position);
+        for (int32_t slot = geometry.ExpiredBlocks(position); slot < end; ++slot) told.insert(slot);
+        EXPECT_EQ(told, slots) << granularity << ' ' << window << ' ' << position;
+        EXPECT_EQ(geometry.BlocksInPrefixPages(position), position / 8 * (8 / granularity));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ void Land(Scheduler& scheduler, const Results& results, bool as_rows) {
   scheduler.FinishRows(results.finished);
 }
 
-void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
+void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state, bool with_forks) {
   const int32_t usable = with_state ? 22 : 16;
   SchedulerConfig config = Config(usable, with_state);
   config.enable_mixed_prefill_decode = mixed;
@@ -75,6 +75,7 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
   std::mt19937 random(7);
   std::set<std::string> live;
   int submitted = 0;
+  std::size_t copies = 0;
   for (int round = 0; round < 20000 && (submitted < 100 || !live.empty()); ++round) {
     if (submitted < 100 && live.size() < 7) {
       const std::string id = std::string("r").append(std::to_string(submitted++));
@@ -82,8 +83,14 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
       for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 2);
       scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = tokens, .max_new_tokens = 8}});
       live.insert(id);
+      for (int fork = 0; with_forks && fork < 2; ++fork) {
+        const std::string fork_id = id + std::string(1, static_cast<char>('a' + fork));
+        scheduler.SubmitRequests({RequestSpec{.request_id = fork_id, .tokens = tokens, .fork_of = id}});
+        live.insert(fork_id);
+      }
     }
     const ExecutionPlan plan = scheduler.NextExecutionPlan();
+    for (const auto& [group_id, group_copies] : plan.pages_to_copy) copies += group_copies.size();
     Land(scheduler, Run(*plan.forward, random, live), as_rows);
     scheduler.DrainResidencyEvents();
     // Generation has no end of its own here; nobody may outgrow the pool for ever.
@@ -97,6 +104,7 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
     }
   }
   EXPECT_TRUE(live.empty());
+  EXPECT_EQ(copies > 0, with_forks && !with_state);
   scheduler.NextExecutionPlan();
   EXPECT_EQ(scheduler.ActiveLcmBlocks(), 0);
   EXPECT_EQ(scheduler.AvailableLcmBlocks(), usable);
@@ -107,7 +115,9 @@ void RunACrowdedClosedLoop(bool mixed, bool as_rows, bool with_state) {
 TEST(Scheduler, ACrowdedClosedLoopEndsWithNothingHeld) {
   for (const bool mixed : {false, true}) {
     for (const bool as_rows : {false, true}) {
-      for (const bool with_state : {false, true}) RunACrowdedClosedLoop(mixed, as_rows, with_state);
+      for (const bool with_state : {false, true}) {
+        for (const bool with_forks : {false, true}) RunACrowdedClosedLoop(mixed, as_rows, with_state, with_forks);
+      }
     }
   }
 }

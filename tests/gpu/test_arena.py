@@ -1,4 +1,4 @@
-"""The arena on a GPU: planes beyond 2 and 4 GiB are written, read and zeroed to their last page, in place."""
+"""The arena on a GPU: planes beyond 2 and 4 GiB are written, read, copied and zeroed to their last page, in place."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def arena_with_planes_of(gib: float) -> CacheArena:
 
 
 @pytest.mark.parametrize("gib", [2.5, 5])
-def test_the_last_page_of_a_large_plane_is_written_read_and_zeroed_in_place(gib: float) -> None:
+def test_the_last_page_of_a_large_plane_is_written_read_copied_and_zeroed_in_place(gib: float) -> None:
     arena = arena_with_planes_of(gib)
     last = arena.plan.num_lcm_blocks
     slots = jnp.array([0, last * PAGE_TOKENS, (last + 1) * PAGE_TOKENS - 1, -1])
@@ -54,6 +54,15 @@ def test_the_last_page_of_a_large_plane_is_written_read_and_zeroed_in_place(gib:
     tail = np.asarray(arena.planes[arena.plane_of("layer.0.k")][-1]).view(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(tail.reshape(PAGE_TOKENS, HEADS, DIM), expected[1])
     assert arena.null_parent_is_zero()
+
+    programs = arena.compile_copies()
+    memory = programs.write.memory_analysis()
+    assert memory.alias_size_in_bytes == arena.plan.plane_buffer_bytes
+    assert memory.temp_size_in_bytes + programs.read.memory_analysis().temp_size_in_bytes < 64 * 2**20
+    arena.copy_blocks({"full_attention": [(last, last - 1)]})
+    for plane in arena.planes.values():
+        assert bool(jnp.array_equal(plane[-2], plane[-1]))
+    assert bool(jnp.any(arena.planes[arena.plane_of("layer.0.k")][-2]))
 
     ids = jnp.zeros((1, ZERO_WIDTH), jnp.int32)
     memory = arena._zero.lower(arena.planes, ids).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]

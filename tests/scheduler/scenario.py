@@ -111,6 +111,7 @@ class Step:
         self.replays = batch.extend_replay_lens
         self.tables = batch.block_tables
         self.zeroed = plan.pages_to_zero
+        self.copied = plan.pages_to_copy
 
     def row(self, request_id: str, group: int = 0) -> list[int]:
         """The request's table without the padding."""

@@ -27,6 +27,7 @@ def prefix_identities(tokens: Sequence[int]) -> list[int]:
 class DeviceRequest:
     tokens: list[int]  # prompt and everything sampled, landed or not
     computed: int = 0  # rows written
+    variant: int = 0  # continuations of one prompt differ by it
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class SimulatedDevice:
             for block in blocks:
                 for row in range(self.granularity(group)):
                     self.rows.pop((group, block, row), None)
+        for name, copies in step.copied.items():
+            self._copy(int(name[1:]), copies)
         landings = []
         for index, (request_id, slot) in enumerate(zip(step.ids, step.batch.request_pool_indices, strict=True)):
             tables = [step.row(request_id, group) for group in range(len(self.groups))]
@@ -66,10 +69,18 @@ class SimulatedDevice:
                 landings.append(Landing(request_id, self._decode(request_id, tables), True, slot))
         return landings
 
+    def _copy(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
+        assert not {source for source, _ in copies} & {destination for _, destination in copies}
+        for source, destination in copies:
+            for row in range(self.granularity(group)):
+                self.rows.pop((group, destination, row), None)
+                if (group, source, row) in self.rows:
+                    self.rows[group, destination, row] = self.rows[group, source, row]
+
     def _sample(self, request: DeviceRequest, count: int) -> list[int]:
         self.sampled += 1
         # Few distinct values, so that outputs of different requests coincide and are shared.
-        fresh = [(request.tokens[-1] * 7 + index) % 3 for index in range(count)]
+        fresh = [(request.tokens[-1] * 7 + index + request.variant) % 3 for index in range(count)]
         request.tokens += fresh
         return fresh
 

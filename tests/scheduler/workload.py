@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, Scheduler
+from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, RequestSpec, Scheduler
 
 from .scenario import Group, Step, extend_result, make_config, named, reserve, spec
 from .simulated_device import DeviceRequest, Landing, SimulatedDevice, prefix_identities
@@ -29,6 +29,7 @@ class Live:
     in_flight: int = 0
     end: int = -1  # of its last chunk; -1 once it decodes
     reserved: bool = False  # its prompt is complete and its first decode step is still to come
+    family: str | None = None  # of those that take over each other's blocks
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Workload:
         self.pending: list[list[Landing]] = []  # results by step, oldest first
         self.submitted = 0
         self.hits = 0
+        self.takers: set[str] = set()  # requests whose first row in this step takes over another one's blocks
 
     @property
     def scheduler(self) -> Scheduler:
@@ -90,14 +92,21 @@ class Workload:
         # Few distinct tokens and a common start make prefixes coincide.
         tokens = [0] * self.random.randint(0, prompt) if self.random.random() < 0.7 else []
         tokens += [self.random.randint(0, 1) for _ in range(prompt - len(tokens))]
+        self.enter([self.describe(tokens, new, room if declared else 0)])
+        return True
+
+    def describe(self, tokens: Sequence[int], new: int, max_new: int, **fields: object) -> RequestSpec:
+        """The next request's spec; it is known from now on and has to be entered."""
         request_id = f"r{self.submitted}"
         self.submitted += 1
-        priority = self.random.choice(self.priorities)
-        for scheduler in self.schedulers:
-            scheduler.submit_requests([spec(request_id, tokens, room if declared else 0, priority=priority)])
-        self.live[request_id] = Live(list(tokens), prompt, new, prompt + room + self.width)
+        room = new + self.width * (1 + self.depth)
+        self.live[request_id] = Live(list(tokens), len(tokens), new, len(tokens) + room + self.width)
         self.device.requests[request_id] = DeviceRequest(list(tokens))
-        return True
+        return spec(request_id, tokens, max_new, priority=self.random.choice(self.priorities), **fields)
+
+    def enter(self, specs: Sequence[RequestSpec]) -> None:
+        for scheduler in self.schedulers:
+            scheduler.submit_requests(specs)
 
     def advance(self, *events: object) -> None:
         batch = ExecutionEvent()
@@ -138,8 +147,10 @@ class Workload:
         )
         assert step.replays == batch.extend_replay_lens
         assert (step.tables, step.zeroed) == (self.follower.follow(twin), twin.pages_to_zero)
+        assert step.copied == twin.pages_to_copy
         if self.scheduler.num_retractions() > retractions:
             self.notice_readmissions(step)
+        self.takers = self.find_takers(step)
         self.check_limits(step)
         self.check_tables(step)
         for request_id in step.ids:
@@ -155,6 +166,11 @@ class Workload:
             if not continues or step.batch.request_pool_indices[row] != request.slot:
                 assert request.tables is None or request.in_flight == 0
                 request.tables = request.slot = None
+
+    def find_takers(self, step: Step) -> set[str]:
+        """Whoever of this step takes over another one's blocks; nobody does unless a workload forks."""
+        del step
+        return set()
 
     def land(self) -> None:
         """The oldest step's results; requests that have enough end."""
@@ -220,11 +236,12 @@ class Workload:
         assert truncated in ([], [extends - 1])
         replay_window = max((group.window or 0 for group in self.groups if group.replayable), default=0)
         for row in range(extends):
-            first = self.live[step.ids[row]].tables is None
+            takes_over = step.ids[row] in self.takers
+            first = self.live[step.ids[row]].tables is None and not takes_over
             begin = step.prefixes[row] + step.replays[row]
             assert step.replays[row] == (min(replay_window, begin) if first else 0)
             # The end of a prompt in several chunks recomputes a whole window.
-            assert first or row in truncated or step.inputs[row] >= replay_window
+            assert first or takes_over or row in truncated or step.inputs[row] >= replay_window
         if any(group.state for group in self.groups):
             assert all(ends[row] % P == 0 for row in truncated), "a chunk ends where no snapshot can be shared"
         assert all(length == self.width for length in step.inputs[extends:])
@@ -232,6 +249,7 @@ class Workload:
     def check_tables(self, step: Step) -> None:
         """Growth, request slots and zeroing of the plan's rows; sharing among all who hold cache."""
         fresh: dict[str, list[int]] = {}
+        copied = {(name, destination) for name, copies in step.copied.items() for _, destination in copies}
         for row, request_id in enumerate(step.ids):
             request = self.live[request_id]
             tables = [step.row(request_id, group) for group in range(len(self.groups))]
@@ -239,7 +257,8 @@ class Workload:
             if first:
                 assert row < step.batch.num_extends()
                 hit = step.prefixes[row] + step.replays[row]
-                assert hit % P == 0
+                takes_over = request_id in self.takers
+                assert takes_over or hit % P == 0
                 self.hits += hit
                 request.slot = step.batch.request_pool_indices[row]
                 assert 1 <= request.slot <= self.config.max_batch_size
@@ -248,7 +267,8 @@ class Workload:
                 if request.tables is not None:
                     held = len(request.tables[group])
                 else:
-                    held = 0 if self.groups[group].replayable else hit // self.device.granularity(group)
+                    matched = takes_over or not self.groups[group].replayable
+                    held = 0 if not matched else hit // self.device.granularity(group)
                 assert len(table) >= held
                 # With a width above 1 and a step ahead, every pause of a request leaves a width of slack behind.
                 if self.width == 1 or self.depth == 0:
@@ -256,7 +276,8 @@ class Workload:
                     growth = self.device.granularity(group) if self.groups[group].state else 0
                     assert len(table) <= -(-(request.most + growth) // self.device.granularity(group))
                 assert not (request.reserved and row >= step.batch.num_extends()) or len(table) == held
-                fresh.setdefault(f"g{group}", []).extend(block for block in table[held:] if block > 0)
+                acquired = [block for block in table[held:] if block > 0 and (f"g{group}", block) not in copied]
+                fresh.setdefault(f"g{group}", []).extend(acquired)
             request.tables = tables
             end = step.prefixes[row] + step.inputs[row] if row < step.batch.num_extends() else 0
             request.end = end or -1
@@ -270,8 +291,12 @@ class Workload:
                 request.tables = request.slot = None
         self.check_sharing()
 
+    def sharers(self, request: Live, group: int) -> str | None:
+        """Among whom blocks of the group are shared: everybody, unless they are never matched."""
+        return request.family if self.groups[group].replayable else None
+
     def check_sharing(self) -> None:
-        holders: dict[tuple[int, int], tuple[int, int | None]] = {}
+        holders: dict[tuple[int, int], tuple[int, object]] = {}
         slots: set[int | None] = set()
         for request in self.live.values():
             if request.tables is None:
@@ -285,7 +310,7 @@ class Workload:
                     if block <= 0:
                         continue
                     end = (slot + 1) * g
-                    shared = end <= len(identities) and not self.groups[group].replayable
-                    meaning = (slot, identities[end - 1] if shared else None)
+                    shared = end <= len(identities) and (not self.groups[group].replayable or request.family)
+                    meaning = (slot, (self.sharers(request, group), identities[end - 1]) if shared else None)
                     other = holders.setdefault((group, block), meaning)
                     assert other is meaning or (other == meaning and other[1] is not None), "shared without a hit"

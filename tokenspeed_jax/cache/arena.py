@@ -6,6 +6,8 @@ as zeros for the engine's life, because no writer ever stores there.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,13 @@ from tokenspeed_jax.recipes.layout import INT32_MAX, CacheFieldLayout, CacheMemo
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
 
 Planes = dict[str, UInt8[Array, "parents bytes"]]
+Payloads = dict[str, UInt8[Array, "ids bytes"]]
 
 ZERO_WIDTH = 128
 """Block ids of one group that one call of the zeroing program takes; more ids take more calls."""
+
+COPY_WIDTH = 8
+"""Copies of one group that one call of the copying program takes; few, since each passes through a buffer."""
 
 
 class CacheArena:
@@ -58,6 +64,7 @@ class CacheArena:
         self._zero: Callable[[Planes, Int32[Array, "groups ids"]], Planes] = jax.jit(
             self._zero_program, donate_argnums=0
         )
+        self._copy: CopyPrograms | None = None
         self.planes: Planes = self._zeros()
 
     @property
@@ -127,6 +134,58 @@ class CacheArena:
                 ids[row, : len(part)] = part
             self.planes = self._zero(self.planes, jnp.asarray(ids))
 
+    def compile_copies(self) -> "CopyPrograms":
+        """Compiles what `copy_blocks` runs, so that its first call need not."""
+        planes = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self.planes.items()}
+        ids = jax.ShapeDtypeStruct((len(self._group_ids), COPY_WIDTH), jnp.int32)
+        payloads = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding),
+            jax.eval_shape(self._read_program, planes, ids),
+        )
+        self._copy = CopyPrograms(
+            jax.jit(self._read_program, out_shardings=self._sharding).lower(planes, ids).compile(),
+            jax.jit(self._write_program, donate_argnums=0).lower(planes, payloads, ids).compile(),
+        )
+        return self._copy
+
+    @property
+    def copies_are_compiled(self) -> bool:
+        """Whether `copy_blocks` runs without compiling anything."""
+        return self._copy is not None
+
+    def copy_blocks(self, copies: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        """Writes the payload of blocks to other blocks of their groups (local ids).
+
+        Args:
+            copies: group id -> (source, destination). No destination may be a source or occur twice.
+
+        Raises:
+            IndexError: an id is outside its group, or the null id; nothing was copied.
+            KeyError: an unknown group; nothing was copied.
+        """
+        checked = {
+            group_id: [
+                (self._check_copied(group_id, source), self._check_copied(group_id, destination))
+                for source, destination in pairs
+            ]
+            for group_id, pairs in copies.items()
+        }
+        rounds = max((-(-len(pairs) // COPY_WIDTH) for pairs in checked.values()), default=0)
+        for start in range(0, rounds * COPY_WIDTH, COPY_WIDTH):
+            ids = np.full((2, len(self._group_ids), COPY_WIDTH), -1, np.int32)
+            for row, group_id in enumerate(self._group_ids):
+                for column, pair in enumerate(checked.get(group_id, [])[start : start + COPY_WIDTH]):
+                    ids[:, row, column] = pair
+            sources, destinations = ids
+            copy = self._copy or self.compile_copies()
+            self.planes = copy.write(self.planes, copy.read(self.planes, sources), destinations)
+
+    def _check_copied(self, group_id: str, block: object) -> int:
+        checked = self.plan.check_page(group_id, _as_int(block))
+        if checked == 0:
+            raise IndexError(f"the null block of cache group {group_id!r} can be neither source nor destination")
+        return checked
+
     def clear(self) -> None:
         """Zeroes everything, in fresh buffers; the old ones are freed first."""
         for plane in self.planes.values():
@@ -158,24 +217,75 @@ class CacheArena:
                 planes[field.plane_id] = _zero_rows(planes[field.plane_id], rows, pages, field)
         return planes
 
+    def _read_program(self, planes: Planes, ids: Int32[Array, "groups ids"]) -> Payloads:
+        """Ids below 0 read anything."""
+        payloads = {}
+        for row, group_id in enumerate(self._group_ids):
+            packing = self.plan.group(group_id).cache_blocks_per_lcm_block
+            pages = (self.plan.num_lcm_blocks + 1) * packing
+            for field in self.plan.group_fields(group_id):
+                payloads[field.field_id] = _load_rows(planes[field.plane_id], ids[row] + packing - 1, pages, field)
+        return payloads
+
+    def _write_program(self, planes: Planes, payloads: Payloads, ids: Int32[Array, "groups ids"]) -> Planes:
+        """Ids below 0 name nothing."""
+        planes = dict(planes)
+        for row, group_id in enumerate(self._group_ids):
+            packing = self.plan.group(group_id).cache_blocks_per_lcm_block
+            pages = (self.plan.num_lcm_blocks + 1) * packing
+            rows = jnp.where(ids[row] < 0, pages, ids[row] + packing - 1)
+            for field in self.plan.group_fields(group_id):
+                stored = _store_rows(planes[field.plane_id], rows, payloads[field.field_id], pages, field)
+                planes[field.plane_id] = stored
+        return planes
+
+
+@dataclass(frozen=True)
+class CopyPrograms:
+    """Reading and writing apart (`jax.stages.Compiled`): a compiler that fused them would need a second plane."""
+
+    read: Any
+    write: Any
+
 
 def _zero_rows(
     plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
 ) -> UInt8[Array, "parents bytes"]:
     """The plane with one field's payload cleared in the given page rows; rows >= `pages` are dropped."""
-    start, length = field.field_offset_bytes, field.payload_bytes
-    shaped = plane.reshape(pages, field.page_stride_bytes)
-    window = (rows.shape[0], length)
-    cleared = lax.scatter(
-        shaped,
-        jnp.stack([rows, jnp.full_like(rows, start)], axis=-1),
-        jnp.zeros(window, jnp.uint8),
+    return _store_rows(plane, rows, jnp.zeros((rows.shape[0], field.payload_bytes), jnp.uint8), pages, field)
+
+
+def _load_rows(
+    plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
+) -> UInt8[Array, "ids bytes"]:
+    """One field's payload in the given page rows, clipped to those that exist."""
+    return lax.gather(
+        plane.reshape(pages, field.page_stride_bytes),
+        jnp.stack([rows, jnp.full_like(rows, field.field_offset_bytes)], axis=-1),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)),
+        slice_sizes=(1, field.payload_bytes),
+        mode=lax.GatherScatterMode.CLIP,
+    )
+
+
+def _store_rows(
+    plane: UInt8[Array, "parents bytes"],
+    rows: Int32[Array, " ids"],
+    payload: UInt8[Array, "ids bytes"],
+    pages: int,
+    field: CacheFieldLayout,
+) -> UInt8[Array, "parents bytes"]:
+    """The plane with `payload` in one field of the given page rows; rows >= `pages` are dropped."""
+    stored = lax.scatter(
+        plane.reshape(pages, field.page_stride_bytes),
+        jnp.stack([rows, jnp.full_like(rows, field.field_offset_bytes)], axis=-1),
+        payload,
         lax.ScatterDimensionNumbers(
             update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
         ),
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
-    return cleared.reshape(plane.shape)
+    return stored.reshape(plane.shape)
 
 
 @jax.jit

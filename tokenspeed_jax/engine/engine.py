@@ -323,4 +323,6 @@ def _spec(sample: SampleState) -> scheduling.RequestSpec:
     spec.tokens = sample.request.prompt_token_ids
     # An undeclared budget reserves nothing ahead: most replies end long before the context does.
     spec.max_new_tokens = sample.params.max_tokens or 0
+    # The prompt is computed for the first sample alone.
+    spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
     return spec

@@ -161,7 +161,7 @@ class StepLoop:
         plan = self._scheduler.next_execution_plan()
         batch = plan.forward[0]
         ids = batch.request_ids
-        self._zero_fresh_blocks(plan)
+        self._prepare_blocks(plan)
         if ids:
             self._empty_rounds = 0
             self._dispatch(batch, [self._samples[request_id] for request_id in ids])
@@ -173,13 +173,12 @@ class StepLoop:
             self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
 
-    def _zero_fresh_blocks(self, plan: scheduling.ExecutionPlan) -> None:
+    def _prepare_blocks(self, plan: scheduling.ExecutionPlan) -> None:
+        """Fresh blocks are cleared where that is needed, and blocks of forks are copied, before the batch runs."""
         arena = self._programs.model.arena
-        if not arena.requires_block_zeroing:
-            return
-        fresh = {group: ids for group, ids in plan.pages_to_zero_arrays().items() if len(ids)}
-        if fresh:
-            arena.zero_blocks(fresh)
+        if arena.requires_block_zeroing:
+            arena.zero_blocks({group: ids for group, ids in plan.pages_to_zero_arrays().items() if len(ids)})
+        arena.copy_blocks(plan.pages_to_copy)
 
     def _dispatch(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)

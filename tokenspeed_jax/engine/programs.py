@@ -41,9 +41,10 @@ class StepPrograms:
         layouts = list(layouts)
         with (
             ThreadPoolExecutor(_PARALLEL_COMPILATIONS) as pool,
-            tqdm(total=len(layouts) + 1, desc="Compiling steps", disable=not progress) as bar,
+            tqdm(total=len(layouts) + 2, desc="Compiling steps", disable=not progress) as bar,
         ):
-            futures = [pool.submit(self._compile_begin), *(pool.submit(self._compile, item) for item in layouts)]
+            futures = [pool.submit(self._compile_begin), pool.submit(self.model.arena.compile_copies)]
+            futures += [pool.submit(self._compile, item) for item in layouts]
             for future in as_completed(futures):
                 future.result()
                 bar.update()
@@ -82,7 +83,7 @@ class StepPrograms:
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return len(self._steps) + (self._begin is not None)
+        return len(self._steps) + (self._begin is not None) + self.model.arena.copies_are_compiled
 
     @property
     def workspace_bytes(self) -> int:
