@@ -263,7 +263,8 @@ bool CacheCoordinator::Evict(int32_t group_id, CacheBlockLocation location) {
   return removed.has_value();
 }
 
-void CacheCoordinator::ReportStored(std::span<const CacheKey> keys) const {
+void CacheCoordinator::ReportStored(std::span<const CacheKey> keys) {
+  for (const CacheKey& key : keys) watch_.Note(key.content_hash);
   if (!sink_) return;
   for (const CacheKey& key : keys) sink_(key, DeviceMutation::kStored);
 }

@@ -29,6 +29,7 @@
 #include "coordinator/table_fork.h"
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "prefix/prefix_watch.h"
 
 namespace tokenspeed {
 
@@ -141,6 +142,9 @@ class CacheCoordinator {
   // Evicts every entry; false, and no change, when one is in use.
   bool ClearDeviceCache();
 
+  // Sees everything that is cached.
+  PrefixWatch& watch() { return watch_; }
+
   // How many of the boundary's keys, over all groups and offsets, are cached.
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
@@ -151,12 +155,13 @@ class CacheCoordinator {
   void PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t epoch);
   void Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch);
   bool Evict(int32_t group_id, CacheBlockLocation location);
-  void ReportStored(std::span<const CacheKey> keys) const;
+  void ReportStored(std::span<const CacheKey> keys);
   void CheckShapes(std::span<const BlockTable> tables) const;
   void CheckProgress(const RequestProgress& progress) const;
 
   int32_t prefix_granularity_;
   DeviceMutationSink sink_;
+  PrefixWatch watch_;
   BlockPool pool_;  // before the groups: their indexes own references into it
   std::vector<CacheGroup> groups_;
   AdmissionPlanner planner_;

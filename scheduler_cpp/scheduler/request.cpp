@@ -113,6 +113,7 @@ void Request::EnterWindow(const PrefillWindow& window) {
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
   TOKENSPEED_CHECK(IsWaiting() && window.end() <= prefill_size_, "prefill starts from a waiting state");
   resources_ = std::move(resources);
+  watched_pages.reset();
   yields_ = false;
   next_reserve_ = next_reserve;
   EnterWindow(window);
@@ -152,6 +153,7 @@ void Request::Retract(bool made_way, bool has_recoverable_snapshot, int64_t retr
 
 void Request::Finish() {
   resources_.reset();
+  watched_pages.reset();
   state_ = RequestState::kFinished;
 }
 

@@ -163,6 +163,8 @@ class Request {
   bool yields() const { return yields_; }
 
   uint64_t last_round = 0;  // number of the last round that scheduled the request
+  // While it waits refused: what would have to be cached for it to need less.
+  std::optional<PrefixWatch::Ticket> watched_pages;
   bool decode_blocked = false;  // its last decode step did not fit
   // Rounds in which it waited while one behind it was admitted, since its prompt was last complete. An unfinished
   // prompt that gives way keeps the count: it has not got what it waited for.

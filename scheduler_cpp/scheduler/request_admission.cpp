@@ -198,6 +198,12 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
   return AdmissionOutcome::kScheduled;
 }
 
+void RequestAdmission::Watch(Request& request) {
+  if (request.watched_pages.has_value()) return;
+  const int32_t pages = (request.prefill_size() - 1) / config_.prefix_granularity;
+  request.watched_pages.emplace(coordinator_.watch(), request.PrefixHashes(config_.prefix_granularity, pages));
+}
+
 void RequestAdmission::PublishAtFinish(Request& request) {
   RequestResources& resources = request.resources();
   const int32_t frontier = request.TokenSize() - 1;

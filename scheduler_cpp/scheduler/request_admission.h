@@ -65,6 +65,8 @@ class RequestAdmission {
   // is returned, and nothing changed, when the parent no longer holds all that this needs.
   std::optional<AdmissionOutcome> Fork(Request& request, const Request& parent, int64_t budget, FreshBlocks& fresh,
                                        BlockCopies& copies);
+  // Has the pages that a refused request could share watched until it is admitted or ends.
+  void Watch(Request& request);
   // Publishes the pages that a request which ends normally has completed since its last admission.
   void PublishAtFinish(Request& request);
 

@@ -12,6 +12,7 @@ void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
   waiting_.emplace(added->rank(), added);
   ++counts_[static_cast<std::size_t>(added->state())];
   ++next_sequence_;
+  ++version_;
 }
 
 Request* RequestBook::Find(const std::string& id) const {
@@ -37,6 +38,7 @@ RequestBook::Order* RequestBook::OrderOf(RequestState state) {
 void RequestBook::Reorder(Request& request, RequestState before) {
   const RequestState after = request.state();
   if (before == after) return;
+  ++version_;
   --counts_[static_cast<std::size_t>(before)];
   ++counts_[static_cast<std::size_t>(after)];
   Order* from = OrderOf(before);

@@ -48,6 +48,8 @@ class RequestBook {
   const Order& resident() const { return resident_; }
   // Those of waiting() that are readmissions, in their own order.
   const ReadmissionOrder& readmissions() const { return readmissions_; }
+  // Grows with every request that comes, and with every change of a state.
+  uint64_t version() const { return version_; }
   int32_t Count(RequestState state) const { return counts_[static_cast<std::size_t>(state)]; }
 
   // Runs a transition of the request and moves it to where its new state belongs.
@@ -78,6 +80,7 @@ class RequestBook {
   std::vector<Request*> finished_;
   std::array<int32_t, kNumRequestStates> counts_ = {};
   int64_t next_sequence_ = 0;
+  uint64_t version_ = 0;
 };
 
 }  // namespace tokenspeed

@@ -51,6 +51,7 @@ class Round {
 
   // From now on no new prompt of this priority or a less urgent one may start in this round.
   void SealNewPrompts(int32_t priority) { sealed_priority_ = priority; }
+  std::optional<int32_t> sealed_priority() const { return sealed_priority_; }
   bool IsSealedFor(const Request& request) const {
     return sealed_priority_.has_value() && request.priority() >= *sealed_priority_;
   }

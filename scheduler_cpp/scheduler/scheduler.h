@@ -39,6 +39,7 @@
 #include "scheduler/row_results.h"
 #include "scheduler/scheduler_config.h"
 #include "scheduler/stall_watch.h"
+#include "scheduler/waiting_scan.h"
 
 namespace tokenspeed {
 
@@ -120,6 +121,7 @@ class Scheduler {
   // False when no further prefill work may follow in this round.
   bool ScheduleResidentPrefills(Round& round);
   void ScheduleWaiting(Round& round);
+  WaitingScanInputs InputsOfScan(const Round& round);
   void ScheduleDecodes(Round& round, int64_t kept_for_prefill);
   // Whether a waiting request must let blocked decodes and unfinished prompts go first.
   bool MustYield(const Request& request) const;
@@ -165,6 +167,7 @@ class Scheduler {
   ResidentTables resident_tables_;
   RequestBook book_;
   RequestAdmission admission_;
+  WaitingScan waiting_scan_;
   StallWatch stall_watch_;
   uint64_t round_number_ = 0;
   int64_t num_retractions_ = 0;

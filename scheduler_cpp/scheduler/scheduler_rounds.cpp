@@ -99,20 +99,46 @@ bool Scheduler::HoldsTheLine(const Request& request) const {
   return fits_alone && request.overtaken_rounds >= config_.max_overtaken_rounds;
 }
 
+WaitingScanInputs Scheduler::InputsOfScan(const Round& round) {
+  return WaitingScanInputs{.dropped_handles = coordinator_.device_pool().NumDroppedHandles(),
+                           .watched_arrivals = coordinator_.watch().num_arrivals(),
+                           .book_version = book_.version(),
+                           .budget = round.budget(),
+                           .sealed_priority = round.sealed_priority()};
+}
+
 void Scheduler::ScheduleWaiting(Round& round) {
+  if (round.IsFull() || !admission_.HasFreeSlot()) return;
+  const WaitingScanInputs inputs = InputsOfScan(round);
+  if (waiting_scan_.Holds(inputs)) {
+    if (waiting_scan_.blocker() != nullptr) round.RecordBlocker(*waiting_scan_.blocker());
+    return;
+  }
+  waiting_scan_.Forget();
   std::vector<Request*> passed_over;
+  bool repeatable = true;
+  Request* blocker = nullptr;
   for (auto next = book_.waiting().begin(); next != book_.waiting().end();) {
     if (round.IsFull() || !admission_.HasFreeSlot()) return;
     Request& request = *next->second;
     ++next;  // an admission takes the request out of this order
     if (request.IsReadmission()) continue;
-    if (round.IsSealedFor(request)) return;
-    if (AwaitsParent(request)) continue;
+    if (round.IsSealedFor(request)) break;
+    if (AwaitsParent(request)) {
+      repeatable = false;
+      continue;
+    }
     const bool yields = MustYield(request);
     const AdmissionOutcome outcome = yields ? AdmissionOutcome::kNoCapacity : TryPrefill(round, request);
+    // Whether a request must yield changes with decodes that do not fit, which no version counts.
+    repeatable = repeatable && !request.yields() && outcome == AdmissionOutcome::kNoCapacity;
     if (outcome == AdmissionOutcome::kNoCapacity) {
-      if (!yields) round.RecordBlocker(request);
-      if (HoldsTheLine(request)) return;
+      if (!yields) {
+        round.RecordBlocker(request);
+        if (blocker == nullptr) blocker = &request;
+        admission_.Watch(request);
+      }
+      if (HoldsTheLine(request)) break;
       passed_over.push_back(&request);
     } else if (outcome == AdmissionOutcome::kScheduled) {
       for (Request* overtaken : passed_over) ++overtaken->overtaken_rounds;
@@ -120,6 +146,7 @@ void Scheduler::ScheduleWaiting(Round& round) {
     }
     if (request.state() == RequestState::kPrefilling) return;
   }
+  if (repeatable) waiting_scan_.Remember(inputs, blocker);
 }
 
 void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
