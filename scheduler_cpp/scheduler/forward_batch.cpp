@@ -9,7 +9,6 @@ namespace {
 
 constexpr int32_t kPadding = -1;
 constexpr int32_t kPastPrompt = -1;
-constexpr int32_t kTokenIsOnDevice = -1;
 
 template <typename T>
 void MoveBehind(std::vector<T>& target, std::vector<T>& source) {
@@ -45,8 +44,8 @@ void ForwardBatch::AddDecode(const DecodeRow& row) {
   decode_.input_lengths.push_back(row.input_length);
   decode_.prefill_lengths.push_back(row.prefill_length);
   decode_.tables.push_back(row.tables);
-  decode_input_ids.push_back(kTokenIsOnDevice);
-  spec_candidate_ids.emplace_back();
+  decode_input_ids.push_back(row.input_id);
+  spec_candidate_ids.emplace_back(row.spec_candidates.begin(), row.spec_candidates.end());
 }
 
 void ForwardBatch::TakeRows(Rows& rows) {

@@ -26,6 +26,9 @@ struct BlockTableGrid {
 
 class ForwardBatch {
  public:
+  // In place of the token that a decode row is to feed.
+  static constexpr int32_t kTokenIsOnDevice = -1;
+
   // One row's block ids, one entry per cache group; an empty entry means the row lacks the group. The rows
   // must outlive the call to Seal.
   using RowTables = std::span<const std::vector<int32_t>>;
@@ -45,6 +48,8 @@ class ForwardBatch {
     int32_t request_pool_index = 0;
     int32_t input_length = 0;
     int32_t prefill_length = 0;
+    int32_t input_id = kTokenIsOnDevice;
+    std::span<const int32_t> spec_candidates = {};
     RowTables tables;
   };
 
