@@ -31,7 +31,8 @@ class PrefillWorker(Scenario):
         assert request_id in step.ids
         self.land_with(request_id, 7)
         hand_off = self.plan().hand_off
-        assert hand_off is not None and hand_off.ids == [request_id]
+        assert hand_off is not None
+        assert hand_off.ids == [request_id]
         self.succeed(request_id)
         self.plan()
         return step

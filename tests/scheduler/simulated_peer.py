@@ -177,7 +177,8 @@ class Pair:
             self.finish(request_id)
 
     def copy(self, prompt: Prompt) -> None:
-        assert prompt.source is not None and prompt.target is not None
+        assert prompt.source is not None
+        assert prompt.target is not None
         size = len(prompt.tokens)
         for group, (source, target) in enumerate(zip(prompt.source, prompt.target, strict=True)):
             declared, g = self.groups[group], self.d.device.granularity(group)
