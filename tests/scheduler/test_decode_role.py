@@ -1,5 +1,6 @@
 """Role D: prompts are landed by a prefill peer and decoded here (scenarios S-PD, S-RP9)."""
 
+import numpy as np
 import pytest
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent
@@ -254,6 +255,23 @@ def test_results_of_the_peers_work_do_not_land_here() -> None:
     s.plan()
     with pytest.raises(ValueError, match="role P"):
         s.advance(extend_result("r", [1], [2]))
+
+
+def test_arrays_of_results_follow_the_same_rules() -> None:
+    s = DecodeWorker([FULL], 8)
+    s.start("r", 4)
+    (slot,) = s.landing().batch.request_pool_indices
+    slots, one = np.array([slot], np.int32), np.array([1], np.int32)
+    with pytest.raises(RuntimeError, match="'r' has no forward in flight"):
+        s.scheduler.advance_rows(slots, one, one)
+    with pytest.raises(RuntimeError, match="'r' is the peer's to end"):
+        s.scheduler.finish_rows(slots)
+    s.done("r")
+    s.plan()
+    s.scheduler.advance_rows(slots, one, one)
+    s.scheduler.finish_rows(slots)
+    s.plan()
+    assert s.available == 8
 
 
 def test_a_landing_and_its_decode_may_be_judged_in_one_batch() -> None:

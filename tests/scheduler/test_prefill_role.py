@@ -1,11 +1,12 @@
 """Role P: prompts are computed here and handed to a decode peer (scenarios S-PD, S-RP8, S-ST3, S-SC28, S-RT15/16)."""
 
+import numpy as np
 import pytest
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent
 
 from .peers import PrefillWorker
-from .scenario import FULL, STATE, Group, Step, extend_result, named, real, replayable, swa
+from .scenario import FULL, STATE, Group, Step, extend_result, named, real, replayable
 
 PAIR = (FULL, STATE)
 TWO_FULL = (FULL, FULL)
@@ -196,6 +197,19 @@ def test_rt16_the_final_token_may_land_before_an_older_empty_result() -> None:
     with pytest.raises(RuntimeError, match="no forward in flight"):
         s.land("r")
     assert s.scheduler.request_token_size("r") == 5
+
+
+def test_a_token_that_lands_as_an_array_is_handed_off_too() -> None:
+    s = PrefillWorker([FULL], 8)
+    s.start("r", 4)
+    (slot,) = s.plan().batch.request_pool_indices
+    slots, one = np.array([slot], np.int32), np.array([1], np.int32)
+    s.scheduler.advance_rows(slots, one, np.array([42], np.int32))
+    with pytest.raises(RuntimeError, match="'r' is the peer's to end"):
+        s.scheduler.finish_rows(slots)
+    hand_off = s.plan().hand_off
+    assert hand_off is not None
+    assert hand_off.batch.decode_input_ids == [42]
 
 
 def test_an_empty_result_does_not_end_the_wait_for_the_token() -> None:
