@@ -25,8 +25,8 @@ void Scheduler::RestartLonePrompt(Round& round) {
   Request* blocked = round.blocker();
   if (blocked == nullptr || blocked->state() != RequestState::kPrefilling) return;
   if (book_.resident().size() > 1 || blocked->resources().results_in_flight > 0) return;
-  // It has the pool to itself, so its blocks are scattered over parents that others had opened. Only an empty pool packs
-  // as densely as the capacity model promises. Nothing of an unfinished prompt is in the peer's hands.
+  // It has the pool to itself, so its blocks are scattered over parents that others had opened. Only an empty pool
+  // packs as densely as the capacity model promises. Nothing of an unfinished prompt is in the peer's hands.
   Retract(*blocked, /*made_way=*/false);
   coordinator_.ClearDeviceCache();
 }
