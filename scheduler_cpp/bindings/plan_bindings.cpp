@@ -157,10 +157,10 @@ void BindPlan(py::module_& module) {
   py::class_<ExecutionPlan>(module, "ExecutionPlan", "Everything one round asks of the executor.")
       .def_property_readonly(
           "forward", [](const ExecutionPlan& plan) { return std::vector<std::shared_ptr<ForwardBatch>>{plan.forward}; })
-      // No tier below the device and no peer yet: these parts of a plan are always empty.
+      // No tier below the device yet: this part of a plan is always empty.
       .def_property_readonly("cache", [](const ExecutionPlan&) { return py::list(); })
-      .def_property_readonly("remote_decode", [](const ExecutionPlan&) { return py::none(); })
-      .def_property_readonly("remote_prefill", [](const ExecutionPlan&) { return py::none(); })
+      .def_property_readonly("remote_decode", [](const ExecutionPlan& plan) { return plan.remote_decode; })
+      .def_property_readonly("remote_prefill", [](const ExecutionPlan& plan) { return plan.remote_prefill; })
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)
       .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.")
       .def("table_changes", &TableChangeViews,

@@ -175,13 +175,11 @@ void BindCacheControl(SchedulerClass& scheduler) {
       .def("waiting_prefix_hashes", [](GuardedScheduler&) { return std::vector<std::string>{}; });
 }
 
-// Role Fused has no peer: nothing bootstraps, and nothing is pinned by a transfer.
 void BindPeerGauges(SchedulerClass& scheduler) {
-  scheduler.def("bootstrapping_size", [](GuardedScheduler&) { return 0; })
-      .def("remote_prefilling_size", [](GuardedScheduler&) { return 0; })
-      .def("pd_transfer_size", [](GuardedScheduler&) { return 0; })
-      .def(
-          "pd_transfer_pinned", [](GuardedScheduler&, const std::string&) { return false; }, py::arg("request_id"));
+  scheduler.def("bootstrapping_size", Guarded(&Scheduler::BootstrappingSize))
+      .def("remote_prefilling_size", Guarded(&Scheduler::RemotePrefillingSize))
+      .def("pd_transfer_size", Guarded(&Scheduler::PdTransferSize))
+      .def("pd_transfer_pinned", Guarded(&Scheduler::PdTransferPinned), py::arg("request_id"));
 }
 
 }  // namespace

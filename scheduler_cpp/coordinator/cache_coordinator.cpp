@@ -52,10 +52,18 @@ const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
 std::vector<BlockTable> CacheCoordinator::MakeTables() const { return std::vector<BlockTable>(groups_.size()); }
 
 PrefixProbe CacheCoordinator::ProbePrefix(std::span<const PrefixHash> hashes) const {
+  return Probe(hashes, MatchedGroups::kAll);
+}
+
+PrefixProbe CacheCoordinator::ProbeDecodeDevicePrefix(std::span<const PrefixHash> hashes) const {
+  return Probe(hashes, MatchedGroups::kAllButState);
+}
+
+PrefixProbe CacheCoordinator::Probe(std::span<const PrefixHash> hashes, MatchedGroups matched) const {
   PrefixProbe probe;
   for (const CacheGroup& group : groups_) probe.keys.push_back(group.ExpandKeys(hashes));
   probe.device =
-      ConvergePrefix(groups_, pool_, probe.keys, static_cast<int32_t>(hashes.size()), prefix_granularity_);
+      ConvergePrefix(groups_, pool_, probe.keys, static_cast<int32_t>(hashes.size()), prefix_granularity_, matched);
   return probe;
 }
 

@@ -90,6 +90,10 @@ class CacheCoordinator {
   // Longest prefix of the candidate pages from which every group can resume. Read-only.
   PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes) const;
 
+  // The same for a prompt whose state arrives from a peer: groups of state are not matched, their part of the hit is
+  // holes. Without a group of another kind nothing is hit.
+  PrefixProbe ProbeDecodeDevicePrefix(std::span<const PrefixHash> hashes) const;
+
   // Grows the tables by the demands, publishing `progress` and reclaiming what has expired on the way; evicts as little
   // as possible. Nothing is returned, and nothing is changed, when it cannot fit. With a hit in the probe the tables
   // must be empty, and a replayable group that grows densely starts its replay window below the hit, with holes before.
@@ -149,6 +153,7 @@ class CacheCoordinator {
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:
+  PrefixProbe Probe(std::span<const PrefixHash> hashes, MatchedGroups matched) const;
   // The demands as they are behind a hit of `hit` tokens, from which replayable groups feed their window again.
   std::vector<TokenDemand> DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const;
   void ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch);

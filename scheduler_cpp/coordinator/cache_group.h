@@ -37,6 +37,7 @@ class CacheGroup {
 
   int32_t group_id() const { return allocator_.group(); }
   const GroupGeometry& geometry() const { return geometry_; }
+  bool IsState() const { return kind_ == CacheGroupKind::kRecurrentState; }
   // Whether prefixes are matched in this group and published by it; others bring their rows back by replay.
   bool SharesPrefixes() const { return geometry_.ReplayWindow() == 0; }
   const GroupAllocator& allocator() const { return allocator_; }

@@ -23,12 +23,13 @@ GroupMatch Match(const CacheGroup& group, const BlockPool& pool, std::span<const
 
 ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPool& pool,
                                std::span<const std::vector<CacheKey>> keys, int32_t num_prefix_pages,
-                               int32_t prefix_granularity) {
+                               int32_t prefix_granularity, MatchedGroups matched) {
+  const auto takes_part = [matched](const CacheGroup& group) {
+    return group.SharesPrefixes() && (matched == MatchedGroups::kAll || !group.IsState());
+  };
   std::vector<GroupMatch> matches(groups.size());
   ConvergedPrefix converged;
-  const bool any_shares =
-      std::any_of(groups.begin(), groups.end(), [](const CacheGroup& group) { return group.SharesPrefixes(); });
-  int32_t bound = any_shares ? num_prefix_pages * prefix_granularity : 0;
+  int32_t bound = std::any_of(groups.begin(), groups.end(), takes_part) ? num_prefix_pages * prefix_granularity : 0;
   const auto probe = [&](std::size_t g) {
     matches[g] = Match(groups[g], pool, keys[g], bound);
     const int32_t extent = matches[g].extent_tokens;
@@ -42,7 +43,7 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
     converged.prefix_closed_tokens = bound;
   }
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    if (!groups[g].geometry().IsPrefixClosed() && groups[g].SharesPrefixes()) probe(g);
+    if (!groups[g].geometry().IsPrefixClosed() && takes_part(groups[g])) probe(g);
   }
   // A window's match under a lower bound is not the truncation of its match under a higher one, so it is derived anew.
   for (bool changed = true; changed;) {

@@ -3,8 +3,9 @@
 // Invariants:
 // - num_common_tokens is a multiple of the prefix granularity, supported by every group, and the largest such boundary;
 //   it does not depend on the order of the groups that are not closed.
-// - Each mask covers exactly num_common_tokens, save that of a group that shares no prefixes: it is empty.
-// - A cache in which no group shares prefixes has nothing in common with any prompt.
+// - Each mask covers exactly num_common_tokens, save that of a group that shares no prefixes: it is empty. The mask of a
+//   group left out of the matching is all holes.
+// - A cache in which no group is matched has nothing in common with any prompt.
 // - Read-only: no epoch and no flag of any index changes.
 //
 // Thread safety: pure reads.
@@ -27,10 +28,13 @@ struct ConvergedPrefix {
   std::vector<PrefixMask> masks;  // per group
 };
 
+// Who takes part. A state that arrives from elsewhere needs no snapshot at the boundary.
+enum class MatchedGroups : uint8_t { kAll, kAllButState };
+
 // `keys[g]` are the expanded keys of the candidate pages in group g.
 ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPool& pool,
                                std::span<const std::vector<CacheKey>> keys, int32_t num_prefix_pages,
-                               int32_t prefix_granularity);
+                               int32_t prefix_granularity, MatchedGroups matched = MatchedGroups::kAll);
 
 }  // namespace tokenspeed
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "scheduler/prefill_chunk.h"
+
 namespace tokenspeed {
 namespace {
 
@@ -45,8 +47,7 @@ int64_t CapacityModel::StatePrefillPeak(const CacheGroupConfig& group, int64_t p
   const int64_t identity = config_.prefix_granularity;
   const int64_t chunk = config_.max_scheduled_tokens;
   const int64_t decode = config_.decode_input_tokens + config_.OverlapProtectedTokens();
-  const bool prefill_role = config_.role == SchedulerConfig::Role::kPrefill;
-  const int64_t growth = prefill_role ? 0 : std::max(granularity, decode);
+  const int64_t growth = config_.DecodesHere() ? std::max(granularity, decode) : 0;
   // The unaligned rest of the prompt that a last chunk adds past the checkpoint inside it.
   const auto tail = [&](int64_t computed) {
     return std::max<int64_t>(0, std::min({identity - 1, chunk - identity, prompt - computed}));
@@ -59,10 +60,10 @@ int64_t CapacityModel::StatePrefillPeak(const CacheGroupConfig& group, int64_t p
   return std::max(first, later);
 }
 
-int64_t CapacityModel::SlidingPrefillPeak(const CacheGroupConfig& group, int64_t prompt) const {
+int64_t CapacityModel::SlidingPrefillPeak(const CacheGroupConfig& group, int64_t prompt, int64_t chunk) const {
   const int64_t granularity = group.block_granularity;
-  const int64_t chunk = config_.max_scheduled_tokens;
-  const int64_t decode = config_.decode_input_tokens + config_.OverlapProtectedTokens();
+  const int64_t decode =
+      config_.DecodesHere() ? config_.decode_input_tokens + config_.OverlapProtectedTokens() : 0;
   const int64_t whole = CeilDiv(std::min(prompt, chunk) + decode, granularity);
   if (prompt <= chunk) {
     return whole;
@@ -87,13 +88,24 @@ int64_t CapacityModel::WindowPages(const CacheGroupConfig& group, int64_t seen_t
   return CeilDiv(seen_tokens + decode + group.block_granularity - 1, group.block_granularity);
 }
 
+int64_t CapacityModel::SlidingLandingPages(const CacheGroupConfig& group, int64_t seen_tokens, int64_t prompt) const {
+  const int64_t smallest_chunk = std::max<int64_t>(PrefillChunkRules::For(config_).MinChunkTokens(), 1);
+  return std::max(group.LookbackBlocks() + WindowPages(group, seen_tokens),
+                  SlidingPrefillPeak(group, prompt, smallest_chunk));
+}
+
+int64_t CapacityModel::LongestPrompt(int64_t token_limit) const {
+  // A prefill worker accepts prompts of the whole limit, since they need no room to decode.
+  return config_.DecodesHere() ? std::max<int64_t>(token_limit - config_.decode_input_tokens, 0) : token_limit;
+}
+
 int64_t CapacityModel::SinglePages(const CacheGroupConfig& group, int64_t token_limit) const {
   const int64_t dense = CeilDiv(token_limit + config_.OverlapProtectedTokens(), group.block_granularity);
   if (group.IsPrefixClosed()) {
     return dense;
   }
   const bool decode_role = config_.role == SchedulerConfig::Role::kDecode;
-  const int64_t prompt = std::max<int64_t>(token_limit - config_.decode_input_tokens, 0);
+  const int64_t prompt = LongestPrompt(token_limit);
   if (group.IsState()) {
     if (token_limit == 0) {
       return 0;
@@ -103,9 +115,9 @@ int64_t CapacityModel::SinglePages(const CacheGroupConfig& group, int64_t token_
   }
   if (decode_role) {
     const int64_t window = group.sliding_window_tokens.value_or(0);
-    return std::min(dense, group.LookbackBlocks() + WindowPages(group, window - 1));
+    return std::min(dense, SlidingLandingPages(group, window - 1, prompt));
   }
-  return SlidingPrefillPeak(group, prompt);
+  return SlidingPrefillPeak(group, prompt, config_.max_scheduled_tokens);
 }
 
 std::vector<int64_t> CapacityModel::SingleRequestGroupPages(int64_t token_limit) const {
@@ -135,7 +147,9 @@ int64_t CapacityModel::ConcurrentPages(const CacheGroupConfig& group, int64_t ma
   const int64_t lookback = group.LookbackBlocks();
   const int64_t per_row = WindowPages(group, std::min(window - 1, max_context_len));
   if (config_.role == SchedulerConfig::Role::kDecode) {
-    return std::min(dense, PerRow(rows, lookback + per_row));
+    const int64_t landing = SlidingLandingPages(group, std::min(window - 1, max_context_len),
+                                                LongestPrompt(max_context_len));
+    return std::min(dense, PerRow(rows, landing));
   }
   const int64_t chunk = std::min<int64_t>(config_.max_scheduled_tokens, max_total_tokens);
   return PerRow(rows, per_row) + lookback + CeilDiv(chunk, granularity);

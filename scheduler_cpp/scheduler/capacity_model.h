@@ -37,7 +37,12 @@ class CapacityModel {
  private:
   [[nodiscard]] int64_t SinglePages(const CacheGroupConfig& group, int64_t token_limit) const;
   [[nodiscard]] int64_t StatePrefillPeak(const CacheGroupConfig& group, int64_t prompt) const;
-  [[nodiscard]] int64_t SlidingPrefillPeak(const CacheGroupConfig& group, int64_t prompt) const;
+  // When `prompt` tokens are prefilled here in chunks of at most `chunk`.
+  [[nodiscard]] int64_t SlidingPrefillPeak(const CacheGroupConfig& group, int64_t prompt, int64_t chunk) const;
+  // Role D: what a request takes while it decodes behind a landing, or recovers here in the smallest chunks.
+  [[nodiscard]] int64_t SlidingLandingPages(const CacheGroupConfig& group, int64_t seen_tokens, int64_t prompt) const;
+  // Tokens of a request of at most `token_limit` that are prefilled before its first decode step.
+  [[nodiscard]] int64_t LongestPrompt(int64_t token_limit) const;
   [[nodiscard]] int64_t WindowPages(const CacheGroupConfig& group, int64_t seen_tokens) const;
   [[nodiscard]] int64_t ConcurrentPages(const CacheGroupConfig& group, int64_t max_total_tokens,
                                              int64_t max_context_len) const;

@@ -12,10 +12,16 @@ namespace {
 // Callers compare these texts, so they are spelt out rather than derived from the types.
 const char* StateName(RequestState state) {
   switch (state) {
+    case RequestState::kBootstrapping:
+      return "tokenspeed::fsm::Bootstrapping";
     case RequestState::kSubmitted:
       return "tokenspeed::fsm::Submitted";
     case RequestState::kPrefilling:
       return "tokenspeed::fsm::Prefilling";
+    case RequestState::kRemotePrefilling:
+      return "tokenspeed::fsm::RemotePrefilling";
+    case RequestState::kPrefillAwaitingResult:
+      return "tokenspeed::fsm::PrefillAwaitingResult";
     case RequestState::kPrefillDone:
       return "tokenspeed::fsm::PrefillDone";
     case RequestState::kDecoding:
@@ -26,14 +32,6 @@ const char* StateName(RequestState state) {
       return "tokenspeed::fsm::Finished";
   }
   return "unknown";
-}
-
-bool IsResident(RequestState state) {
-  return state == RequestState::kPrefilling || state == RequestState::kPrefillDone || state == RequestState::kDecoding;
-}
-
-bool HasCompletePrefill(RequestState state) {
-  return state == RequestState::kPrefillDone || state == RequestState::kDecoding;
 }
 
 }  // namespace
@@ -73,7 +71,8 @@ Request* EventRules::Judge(const SchedulerEvent& event) {
 
 bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
   if (shadow.state == RequestState::kFinished) return false;
-  if (!IsResident(shadow.state)) throw InvalidTransition("ExtendResultEvent", shadow.state);
+  const bool runs_here = HoldsCache(shadow.state) && shadow.state != RequestState::kRemotePrefilling;
+  if (!runs_here) throw InvalidTransition("ExtendResultEvent", shadow.state);
   const LandingState at{.state = shadow.state,
                         .results_in_flight = shadow.results_in_flight,
                         .token_size = shadow.token_size,
@@ -84,23 +83,34 @@ bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
     throw std::runtime_error("ExtendResult for request '" + event.request_id + "', which has no forward in flight");
   }
   if (verdict == LandingVerdict::kPromptUnfinished) throw InvalidTransition("ExtendResultEvent", shadow.state);
-  if (!event.spec_candidate_ids.empty()) {
-    throw std::invalid_argument("spec_candidate_ids belong to role P; request '" + event.request_id + "' has some");
-  }
+  CheckCandidates(event, shadow);
   if (verdict == LandingVerdict::kTooManyTokens) {
     throw std::invalid_argument("ExtendResult for request '" + event.request_id + "': " + std::to_string(num_tokens) +
                                 " tokens are more than its scheduled forwards can have produced");
   }
   shadow.token_size += num_tokens;
   --shadow.results_in_flight;
+  if (shadow.state == RequestState::kPrefillAwaitingResult && num_tokens > 0) {
+    shadow.state = RequestState::kPrefillDone;
+  }
   return true;
+}
+
+void EventRules::CheckCandidates(const ExtendResultEvent& event, const Shadow& shadow) const {
+  if (event.spec_candidate_ids.empty()) return;
+  if (role_ != SchedulerConfig::Role::kPrefill) {
+    throw std::invalid_argument("spec_candidate_ids belong to role P; request '" + event.request_id + "' has some");
+  }
+  if (shadow.state != RequestState::kPrefillAwaitingResult || event.tokens.empty()) {
+    throw std::invalid_argument("spec_candidate_ids of request '" + event.request_id +
+                                "' must come with the token that follows its prompt");
+  }
 }
 
 bool EventRules::Allows(const FinishEvent&, Shadow& shadow) const {
   if (shadow.state == RequestState::kFinished) return false;
-  if (!HasCompletePrefill(shadow.state) && shadow.state != RequestState::kRetracted) {
-    throw InvalidTransition("FinishEvent", shadow.state);
-  }
+  const bool may_end = HasCompletePrefill(shadow.state) || shadow.state == RequestState::kRetracted;
+  if (!may_end || IsPdPinned(role_, shadow.state)) throw InvalidTransition("FinishEvent", shadow.state);
   shadow.state = RequestState::kFinished;
   return true;
 }
@@ -113,7 +123,7 @@ bool EventRules::Allows(const AbortEvent&, Shadow& shadow) const {
 
 bool EventRules::Allows(const RetractEvent&, Shadow& shadow) const {
   if (shadow.state == RequestState::kFinished || shadow.state == RequestState::kRetracted) return false;
-  if (!IsResident(shadow.state)) throw InvalidTransition("RetractEvent", shadow.state);
+  if (!HoldsCache(shadow.state)) throw InvalidTransition("RetractEvent", shadow.state);
   shadow.state = RequestState::kRetracted;
   return true;
 }
@@ -130,8 +140,10 @@ bool EventRules::Allows(const UpdateReserveNumTokensEvent& event, Shadow& shadow
   return true;
 }
 
-bool EventRules::Allows(const BootstrappedEvent&, Shadow&) const {
-  return false;  // no request of this role waits for a handshake
+bool EventRules::Allows(const BootstrappedEvent&, Shadow& shadow) const {
+  if (shadow.state != RequestState::kBootstrapping) return false;
+  shadow.state = RequestState::kSubmitted;
+  return true;
 }
 
 bool EventRules::Allows(const FailedEvent&, Shadow& shadow) const { return Allows(AbortEvent{}, shadow); }
@@ -143,9 +155,16 @@ bool EventRules::Allows(const SucceededEvent&, Shadow& shadow) const {
   return true;
 }
 
-bool EventRules::Allows(const RemotePrefillDoneEvent&, Shadow& shadow) const {
+bool EventRules::Allows(const RemotePrefillDoneEvent& event, Shadow& shadow) const {
   if (HasCompletePrefill(shadow.state) || shadow.state == RequestState::kFinished) return false;
-  throw InvalidTransition("RemotePrefillDoneEvent", shadow.state);
+  if (shadow.state != RequestState::kRemotePrefilling) throw InvalidTransition("RemotePrefillDoneEvent", shadow.state);
+  if (event.bootstrap_token < 0) {
+    throw std::invalid_argument("bootstrap_token of request '" + event.request_id + "' must be >= 0, got " +
+                                std::to_string(event.bootstrap_token));
+  }
+  ++shadow.token_size;
+  shadow.state = RequestState::kPrefillDone;
+  return true;
 }
 
 }  // namespace tokenspeed

@@ -24,8 +24,8 @@ class InvalidTransition : public std::runtime_error {
 class EventRules {
  public:
   // `max_reserve_tokens`: the most tokens that one decode step may ask room for.
-  EventRules(const RequestBook& book, int32_t max_reserve_tokens)
-      : book_(book), max_reserve_tokens_(max_reserve_tokens) {}
+  EventRules(const RequestBook& book, SchedulerConfig::Role role, int32_t max_reserve_tokens)
+      : book_(book), role_(role), max_reserve_tokens_(max_reserve_tokens) {}
 
   // The request that the event changes, given the events judged before it; null when the event has no effect. Throws
   // InvalidTransition, std::runtime_error or std::invalid_argument for an event that must not be applied.
@@ -53,7 +53,11 @@ class EventRules {
   bool Allows(const SucceededEvent& event, Shadow& shadow) const;
   bool Allows(const RemotePrefillDoneEvent& event, Shadow& shadow) const;
 
+  // Throws for draft candidates where nobody hands them on.
+  void CheckCandidates(const ExtendResultEvent& event, const Shadow& shadow) const;
+
   const RequestBook& book_;
+  SchedulerConfig::Role role_;
   int32_t max_reserve_tokens_;
   std::unordered_map<const Request*, Shadow> shadows_;
 };

@@ -17,6 +17,10 @@ namespace tokenspeed {
 struct ExecutionPlan {
   // Shared with whoever reads it, so that views into a batch may outlive the plan.
   std::shared_ptr<ForwardBatch> forward = std::make_shared<ForwardBatch>();
+  // Role P: prompts to hand to the peer, each with the token that follows it. Role D: a prompt for the peer to compute
+  // into these tables. Null when there is none.
+  std::shared_ptr<ForwardBatch> remote_decode;
+  std::shared_ptr<ForwardBatch> remote_prefill;
   // Ids taken from the pool this round, per group, in order of acquisition. Hits are not among them, nor are the
   // destinations of copies, which are overwritten whole.
   std::map<std::string, std::vector<int32_t>> pages_to_zero;

@@ -8,7 +8,6 @@ namespace tokenspeed {
 namespace {
 
 constexpr int32_t kPastPrompt = -1;
-constexpr int32_t kTokenIsOnDevice = -1;
 
 template <typename T>
 void MoveBehind(std::vector<T>& target, std::vector<T>& source) {
@@ -51,8 +50,8 @@ void ForwardBatch::AddDecode(const DecodeRow& row) {
   decode_.request_pool_indices.push_back(row.request_pool_index);
   decode_.input_lengths.push_back(row.input_length);
   decode_.prefill_lengths.push_back(row.prefill_length);
-  decode_input_ids.push_back(kTokenIsOnDevice);
-  spec_candidate_ids.emplace_back();
+  decode_input_ids.push_back(row.input_id);
+  spec_candidate_ids.emplace_back(row.spec_candidates.begin(), row.spec_candidates.end());
 }
 
 void ForwardBatch::TakeRows(Rows& rows) {

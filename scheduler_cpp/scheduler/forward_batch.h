@@ -28,6 +28,9 @@ struct BlockTableGrid {
 
 class ForwardBatch {
  public:
+  // In place of the token that a decode row is to feed.
+  static constexpr int32_t kTokenIsOnDevice = -1;
+
   struct PrefillRow {
     const std::string& request_id;
     int32_t request_pool_index = 0;
@@ -42,6 +45,8 @@ class ForwardBatch {
     int32_t request_pool_index = 0;
     int32_t input_length = 0;
     int32_t prefill_length = 0;
+    int32_t input_id = kTokenIsOnDevice;
+    std::span<const int32_t> spec_candidates = {};
   };
 
   // Room for so many decode rows, so that adding them moves nothing.

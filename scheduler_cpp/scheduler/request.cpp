@@ -52,8 +52,10 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
   }
 }
 
-Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, const Request* parent)
+Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, SchedulerConfig::Role role,
+                 const Request* parent)
     : id_(std::move(spec.request_id)),
+      role_(role),
       origin_(parent == nullptr ? std::nullopt
                                 : std::optional(ForkOrigin{.parent_id = parent->id(),
                                                            .parent_sequence = parent->rank().sequence})),
@@ -62,6 +64,7 @@ Request::Request(RequestSpec spec, const std::string& weight_version, int64_t se
       submitted_size_(static_cast<int32_t>(tokens_.size())),
       prefill_size_(submitted_size_),
       max_new_tokens_(spec.max_new_tokens),
+      state_(role == SchedulerConfig::Role::kFused ? RequestState::kSubmitted : RequestState::kBootstrapping),
       chain_keys_(ChainKeys(spec.cache_salt, weight_version)) {}
 
 GenerationBudget Request::Budget() const {
@@ -107,7 +110,36 @@ void Request::EnterWindow(const PrefillWindow& window) {
   const bool completes = window.end() == prefill_size_;
   if (completes) overtaken_rounds = 0;
   has_completed_prompt_ = has_completed_prompt_ || completes;
-  state_ = completes ? RequestState::kPrefillDone : RequestState::kPrefilling;
+  if (!completes) {
+    state_ = RequestState::kPrefilling;
+  } else if (role_ == SchedulerConfig::Role::kPrefill) {
+    state_ = RequestState::kPrefillAwaitingResult;
+  } else {
+    state_ = RequestState::kPrefillDone;
+  }
+}
+
+void Request::Bootstrap() {
+  TOKENSPEED_CHECK(state_ == RequestState::kBootstrapping, "a handshake ends once");
+  state_ = RequestState::kSubmitted;
+}
+
+void Request::StartRemotePrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window,
+                                 int32_t next_reserve) {
+  TOKENSPEED_CHECK(state_ == RequestState::kSubmitted && window.end() == prefill_size_,
+                   "the peer computes a prompt to its end");
+  resources_ = std::move(resources);
+  watched_pages.reset();
+  next_reserve_ = next_reserve;
+  window_ = window;
+  overtaken_rounds = 0;
+  state_ = RequestState::kRemotePrefilling;
+}
+
+void Request::FinishRemotePrefill(int32_t bootstrap_token) {
+  TOKENSPEED_CHECK(state_ == RequestState::kRemotePrefilling, "only what the peer computes can come from there");
+  tokens_.push_back(bootstrap_token);
+  state_ = RequestState::kPrefillDone;
 }
 
 void Request::StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve) {
@@ -139,11 +171,19 @@ void Request::Land(std::span<const int32_t> tokens) {
   --resources_->results_in_flight;
 }
 
+void Request::LandBootstrapToken(std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates) {
+  TOKENSPEED_CHECK(state_ == RequestState::kPrefillAwaitingResult && !tokens.empty(), "nobody waits for this token");
+  Land(tokens);
+  draft_candidates_ = std::move(draft_candidates);
+  state_ = RequestState::kPrefillDone;
+}
+
 void Request::Retract(bool made_way, bool has_recoverable_snapshot, int64_t retraction) {
   TOKENSPEED_CHECK(IsResident(), "only a resident request can be retracted");
   yields_ = made_way && state_ == RequestState::kPrefilling;
   decode_blocked = false;
   resources_.reset();
+  draft_candidates_.clear();
   prefill_size_ = TokenSize();
   if (made_way) ++retractions_;
   has_recoverable_snapshot_ = has_recoverable_snapshot;

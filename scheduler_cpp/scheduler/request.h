@@ -1,7 +1,7 @@
 // Request: one prompt and its continuation, where it stands, and what it holds.
 //
 // Invariants:
-// - A request holds resources exactly in the states Prefilling, PrefillDone and Decoding; they move or die whole.
+// - A request holds resources exactly in the states that HoldsCache names; they move or die whole.
 // - Tokens are only ever appended, so a prefix hash once computed stays valid for the request's whole life.
 // - Every token but the last is covered by the request's tables: TokenSize() - 1 <= covered_tokens.
 //
@@ -22,13 +22,11 @@
 #include "scheduler/cache_progress.h"
 #include "scheduler/request_slot_pool.h"
 #include "scheduler/request_spec.h"
+#include "scheduler/request_state.h"
 #include "scheduler/reserve.h"
 #include "scheduler/resident_tables.h"
 
 namespace tokenspeed {
-
-enum class RequestState : uint8_t { kSubmitted, kPrefilling, kPrefillDone, kDecoding, kRetracted, kFinished };
-inline constexpr int kNumRequestStates = 6;
 
 // Everything a resident request holds. Dies with its slot and its blocks given back.
 class RequestResources {
@@ -94,8 +92,10 @@ struct ForkOrigin {
 class Request {
  public:
   // `sequence` orders requests by submission. Together with the spec's salt, `weight_version` decides for the request's
-  // whole life with whom it shares prefixes. `parent` is the request that the spec is a fork of, null without one.
-  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, const Request* parent);
+  // whole life with whom it shares prefixes. `role` is the worker's, `parent` the request that the spec is a fork of, null
+  // without one.
+  Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, SchedulerConfig::Role role,
+          const Request* parent);
 
   const std::string& id() const { return id_; }
   int32_t priority() const { return rank_.priority; }
@@ -103,6 +103,7 @@ class Request {
   RequestState state() const { return state_; }
   bool IsResident() const { return resources_ != nullptr; }
   bool IsWaiting() const { return state_ == RequestState::kSubmitted || state_ == RequestState::kRetracted; }
+  bool IsPdPinned() const { return tokenspeed::IsPdPinned(role_, state_); }
   // Retracted, with a snapshot of its cache elsewhere: it is served before new prompts, not among them.
   bool IsReadmission() const { return state_ == RequestState::kRetracted && has_recoverable_snapshot_; }
   ReadmissionRank readmission_rank() const {
@@ -136,6 +137,12 @@ class Request {
   }
   const PrefillWindow& window() const { return window_; }
   int32_t next_reserve() const { return next_reserve_; }
+  // The token that follows the prompt, once it has landed.
+  std::optional<int32_t> BootstrapToken() const {
+    return TokenSize() > prefill_size_ ? std::optional(tokens_[static_cast<std::size_t>(prefill_size_)]) : std::nullopt;
+  }
+  // Role P: the first draft window, which landed with the bootstrap token.
+  std::span<const int32_t> draft_candidates() const { return draft_candidates_; }
   // Leading tokens whose cache rows are written, or will be before any later reader runs.
   int32_t NumComputedTokens() const;
 
@@ -147,10 +154,16 @@ class Request {
   void ShareHashes(const Request& parent, int32_t prefix_granularity);
 
   // Transitions. RequestBook keeps the order by state and is the only caller of those that change the state.
+  void Bootstrap();
+  // The peer computes `window`, which reaches the end of the prompt.
+  void StartRemotePrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve);
+  void FinishRemotePrefill(int32_t bootstrap_token);
   void StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve);
   void ContinuePrefill(PrefillWindow window, int32_t next_reserve);
   void StartDecode(int32_t next_reserve);
   void Land(std::span<const int32_t> tokens);
+  // The landing for which PrefillAwaitingResult waits.
+  void LandBootstrapToken(std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
   // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for
   // others' sake from one that the executor asked for. `retraction` numbers the retractions of all requests.
@@ -175,6 +188,7 @@ class Request {
   void EnterWindow(const PrefillWindow& window);
 
   std::string id_;
+  SchedulerConfig::Role role_;
   std::optional<ForkOrigin> origin_;
   RequestRank rank_;
   std::vector<int32_t> tokens_;
@@ -182,10 +196,11 @@ class Request {
   int32_t prefill_size_;
   int32_t max_new_tokens_;
   int32_t retractions_ = 0;
-  RequestState state_ = RequestState::kSubmitted;
+  RequestState state_;
   std::unique_ptr<RequestResources> resources_;
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
+  std::vector<int32_t> draft_candidates_;
   bool yields_ = false;
   bool has_recoverable_snapshot_ = false;
   int64_t retraction_ = 0;

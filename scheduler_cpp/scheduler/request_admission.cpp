@@ -27,14 +27,27 @@ void RequestAdmission::DescribePages(Request& request, int32_t first_page, int32
   }
 }
 
+int32_t RequestAdmission::NumProbedPages(const Request& request) const {
+  // At least the last prompt token is computed, for without it there is nothing to sample from.
+  const int32_t recomputed = std::max(config_.prefix_replay_tokens, 1);
+  return std::max(request.prefill_size() - recomputed, 0) / config_.prefix_granularity;
+}
+
 PrefixProbe RequestAdmission::ProbeFor(Request& request) {
   if (config_.disable_prefix_cache && request.state() != RequestState::kRetracted) {
     return coordinator_.ProbePrefix({});
   }
-  // At least the last prompt token is computed, for without it there is nothing to sample from.
-  const int32_t recomputed = std::max(config_.prefix_replay_tokens, 1);
-  const int32_t pages = std::max(request.prefill_size() - recomputed, 0) / config_.prefix_granularity;
-  return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, pages));
+  return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, NumProbedPages(request)));
+}
+
+bool RequestAdmission::IsAlone(const Request& request) const {
+  const std::size_t own = request.IsResident() ? 1 : 0;
+  return book_.resident().size() == own;
+}
+
+int32_t RequestAdmission::FirstDecodeTokens() const {
+  // A prefill worker decodes nothing; its hand-off only needs the tables as they are.
+  return config_.DecodesHere() ? config_.decode_input_tokens : 0;
 }
 
 std::vector<TokenDemand> RequestAdmission::Demands(int32_t before, int32_t num_tokens,
@@ -90,13 +103,28 @@ std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, 
 
 PrefillReserve RequestAdmission::FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const {
   const int64_t later = request.prefill_size() - hit - chunk;
-  const int64_t headroom = request.Budget().AdmissionHeadroom();
+  const int64_t headroom = config_.DecodesHere() ? request.Budget().AdmissionHeadroom() : 0;
   const bool others = (hit > 0 || later > 0) && !book_.resident().empty();
   return PrefillReserve{.decode_width = config_.decode_input_tokens,
                         .completes = later == 0,
                         .prompt_headroom = headroom > 0 ? later + headroom : 0,
-                        .growth = later == 0,
+                        .growth = config_.DecodesHere() && later == 0,
                         .unrecycled = others ? std::max(hit, later) : 0};
+}
+
+std::optional<AdmissionResult> RequestAdmission::AdmitChunk(const PrefixProbe& probe, Request& request,
+                                                            std::span<BlockTable> tables, int32_t before,
+                                                            int32_t num_tokens, const PrefillReserve& reserve,
+                                                            const RequestProgress& made,
+                                                            std::optional<uint64_t> access_epoch) {
+  auto admitted = coordinator_.Admit(probe, tables, Demands(before, num_tokens, reserve), made, access_epoch);
+  // A prefill worker accepts whatever prompt its pool holds, with or without a slot to draft into. Without one the
+  // table ends with the prompt, and the forward has nowhere to put a draft.
+  const bool slot_is_optional = !config_.DecodesHere() && reserve.completes;
+  if (admitted.has_value() || !slot_is_optional || !IsAlone(request)) return admitted;
+  PrefillReserve without_slot = reserve;
+  without_slot.decode_width = 0;
+  return coordinator_.Admit(probe, tables, Demands(before, num_tokens, without_slot), made, access_epoch);
 }
 
 AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh) {
@@ -119,7 +147,8 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  const auto admitted = coordinator_.Admit(probe, tables, Demands(hit, chunk, reserve), RequestProgress{});
+  const auto admitted =
+      AdmitChunk(probe, request, tables, hit, chunk, reserve, RequestProgress{}, /*access_epoch=*/std::nullopt);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendPerGroup(fresh, admitted->new_block_ids);
@@ -134,7 +163,7 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
       .begin = hit, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(hit))};
   book_.Move(request, [&](Request& moved) {
     moved.StartPrefill(std::move(resources), window,
-                       reserve.completes ? config_.decode_input_tokens : 0);
+                       reserve.completes ? FirstDecodeTokens() : 0);
   });
   return AdmissionOutcome::kScheduled;
 }
@@ -148,14 +177,15 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   if (chunk == 0) return AdmissionOutcome::kNotNow;
 
   const bool completes = chunk == unscheduled;
-  const PrefillReserve reserve{
-      .decode_width = config_.decode_input_tokens, .completes = completes, .growth = completes};
+  const PrefillReserve reserve{.decode_width = config_.decode_input_tokens,
+                               .completes = completes,
+                               .growth = config_.DecodesHere() && completes};
   CacheProgress progress = resources.progress;
   const int32_t frontier = request.NumComputedTokens();
   const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
                              .num_computed_tokens = frontier};
-  const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(),
-                                           Demands(first, chunk, reserve), made, progress.access_epoch);
+  const auto admitted = AdmitChunk(coordinator_.NeutralProbe(), request, resources.tables(), first, chunk, reserve, made,
+                                   progress.access_epoch);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendPerGroup(fresh, admitted->new_block_ids);
@@ -165,12 +195,24 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   resources.covered_tokens += chunk;
   resources.WriteTables(made.completed_pages);
   book_.Move(request, [&](Request& moved) {
-    moved.ContinuePrefill(PrefillWindow{.begin = first, .size = chunk}, completes ? config_.decode_input_tokens : 0);
+    moved.ContinuePrefill(PrefillWindow{.begin = first, .size = chunk}, completes ? FirstDecodeTokens() : 0);
   });
   return AdmissionOutcome::kScheduled;
 }
 
 AdmissionOutcome RequestAdmission::Prefill(Request& request, int64_t budget, FreshBlocks& fresh) {
+  AdmissionOutcome outcome = PrefillOnce(request, budget, fresh);
+  if (config_.role != SchedulerConfig::Role::kDecode) return outcome;
+  const int64_t least = std::max<int64_t>(MinPrefillTokens(), 1);
+  budget = std::min(budget, int64_t{request.prefill_size()} + chunk_rules_.replay_window);
+  while (outcome == AdmissionOutcome::kNoCapacity && IsAlone(request) && budget > least) {
+    budget = std::max(least, budget / 2);
+    outcome = PrefillOnce(request, budget, fresh);
+  }
+  return outcome;
+}
+
+AdmissionOutcome RequestAdmission::PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh) {
   return request.IsWaiting() ? FirstChunk(request, budget, fresh) : NextChunk(request, budget, fresh);
 }
 

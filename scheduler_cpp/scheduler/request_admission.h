@@ -5,7 +5,8 @@
 // - An outcome other than kScheduled leaves the request, the book and the cache as they were.
 // - A request that is alone is always admitted, if it is no longer than the capacity model allows. The model counts
 //   densely packed blocks; a hit may be scattered over more parents than that, so a request that does not fit alone
-//   with its hit starts without.
+//   with its hit starts without. On role D a recovery that is alone is cut into smaller chunks until it fits, because a
+//   decode worker's pool is sized for landings; on role P a prompt that is alone does without the decode slot.
 // - Nothing is published that the request has not computed, or will not have computed before any later reader runs.
 //
 // Ownership: borrows everything. Thread safety: none.
@@ -57,8 +58,11 @@ class RequestAdmission {
   // Budget a prefill needs to be sure to move.
   int64_t MinPrefillTokens() const { return chunk_rules_.MinChunkTokens(); }
 
-  // The first chunk of a waiting request, or the next one of a prefilling request.
+  // The first chunk of a waiting request, or the next one of a prefilling request, computed here.
   AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh);
+  // Role D: the destination of a submitted request's whole prompt, which the peer computes.
+  AdmissionOutcome RemotePrefill(Request& request, FreshBlocks& fresh);
+  // The next decode step; on role P the hand-off to the peer, which takes no further block.
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
   // The first chunk of a waiting request that takes over the blocks of `parent`, a resident request whose rows for the
   // same prompt are all written by earlier rounds: only the prompt's end is computed again (request_fork.cpp). Nothing
@@ -71,10 +75,22 @@ class RequestAdmission {
   void PublishAtFinish(Request& request);
 
  private:
+  AdmissionOutcome PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome RemotePrefillAfter(const PrefixProbe& probe, Request& request, FreshBlocks& fresh);
   PrefixProbe ProbeFor(Request& request);
+  // Leading pages of the prompt that may be reused.
+  int32_t NumProbedPages(const Request& request) const;
+  // Whether nobody else holds cache.
+  bool IsAlone(const Request& request) const;
+  // Admits with `reserve`, or, where that is what keeps a lone prompt out, without the decode slot.
+  std::optional<AdmissionResult> AdmitChunk(const PrefixProbe& probe, Request& request, std::span<BlockTable> tables,
+                                            int32_t before, int32_t num_tokens, const PrefillReserve& reserve,
+                                            const RequestProgress& made, std::optional<uint64_t> access_epoch);
+  // Tokens that the first decode step takes, all of them reserved by the chunk that completes the prompt.
+  int32_t FirstDecodeTokens() const;
   // Demands of a chunk of `num_tokens` behind `before` computed tokens.
   std::vector<TokenDemand> Demands(int32_t before, int32_t num_tokens, const PrefillReserve& reserve) const;
   PrefillReserve FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const;

@@ -6,10 +6,10 @@ namespace tokenspeed {
 
 void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
   const Request* parent = spec.fork_of.empty() ? nullptr : Find(spec.fork_of);
-  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_, parent);
+  auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_, role_, parent);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
-  waiting_.emplace(added->rank(), added);
+  OrderOf(added->state())->emplace(added->rank(), added);
   ++counts_[static_cast<std::size_t>(added->state())];
   ++next_sequence_;
   ++version_;
@@ -22,10 +22,14 @@ Request* RequestBook::Find(const std::string& id) const {
 
 RequestBook::Order* RequestBook::OrderOf(RequestState state) {
   switch (state) {
+    case RequestState::kBootstrapping:
+      return &bootstrapping_;
     case RequestState::kSubmitted:
     case RequestState::kRetracted:
       return &waiting_;
     case RequestState::kPrefilling:
+    case RequestState::kRemotePrefilling:
+    case RequestState::kPrefillAwaitingResult:
     case RequestState::kPrefillDone:
     case RequestState::kDecoding:
       return &resident_;
@@ -61,6 +65,14 @@ void RequestBook::Reseat(Request& request, std::optional<int32_t> before) {
   const auto slot = static_cast<std::size_t>(*after);
   if (slot >= by_slot_.size()) by_slot_.resize(slot + 1, nullptr);
   by_slot_[slot] = &request;
+}
+
+int32_t RequestBook::NumPdPinned() const {
+  int32_t pinned = 0;
+  for (std::size_t state = 0; state < counts_.size(); ++state) {
+    if (IsPdPinned(role_, static_cast<RequestState>(state))) pinned += counts_[state];
+  }
+  return pinned;
 }
 
 void RequestBook::Reap() {

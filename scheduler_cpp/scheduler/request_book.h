@@ -28,6 +28,9 @@ class RequestBook {
   using Order = std::map<RequestRank, Request*>;
   using ReadmissionOrder = std::map<ReadmissionRank, Request*>;
 
+  // `role` is the worker's; it decides in which state a request starts.
+  explicit RequestBook(SchedulerConfig::Role role) : role_(role) {}
+
   // The id must be new, and the parent of a fork must be known.
   void Insert(RequestSpec spec, const std::string& weight_version);
   // Null when the id is unknown.
@@ -44,13 +47,14 @@ class RequestBook {
 
   // Submitted and Retracted.
   const Order& waiting() const { return waiting_; }
-  // Prefilling, PrefillDone and Decoding.
+  // Those that hold cache.
   const Order& resident() const { return resident_; }
   // Those of waiting() that are readmissions, in their own order.
   const ReadmissionOrder& readmissions() const { return readmissions_; }
   // Grows with every request that comes, and with every change of a state.
   uint64_t version() const { return version_; }
   int32_t Count(RequestState state) const { return counts_[static_cast<std::size_t>(state)]; }
+  int32_t NumPdPinned() const;
 
   // Runs a transition of the request and moves it to where its new state belongs.
   template <typename Transition>
@@ -72,7 +76,9 @@ class RequestBook {
   void Reseat(Request& request, std::optional<int32_t> before);
   Order* OrderOf(RequestState state);
 
+  SchedulerConfig::Role role_;
   std::unordered_map<std::string, std::unique_ptr<Request>> by_id_;
+  Order bootstrapping_;
   Order waiting_;
   Order resident_;
   ReadmissionOrder readmissions_;

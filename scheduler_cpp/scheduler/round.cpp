@@ -10,29 +10,54 @@ void Round::Account(Request& request, int32_t input_tokens) {
   ++request.resources().results_in_flight;
 }
 
-void Round::PushPrefill(Request& request) {
+ForwardBatch::PrefillRow Round::PrefillRowOf(const Request& request) const {
   const PrefillWindow& window = request.window();
-  plan_.forward->AddPrefill(ForwardBatch::PrefillRow{.request_id = request.id(),
-                                                     .request_pool_index = request.resources().slot_index(),
-                                                     .prompt = request.PrefillTokens(),
-                                                     .start = window.begin - window.replay,
-                                                     .length = window.size + window.replay,
-                                                     .replay = window.replay});
-  Account(request, window.size + window.replay);
+  return {.request_id = request.id(),
+          .request_pool_index = request.resources().slot_index(),
+          .prompt = request.PrefillTokens(),
+          .start = window.begin - window.replay,
+          .length = window.size + window.replay,
+          .replay = window.replay};
 }
 
-void Round::PushDecode(Request& request) {
-  plan_.forward->AddDecode(ForwardBatch::DecodeRow{.request_id = request.id(),
-                                                   .request_pool_index = request.resources().slot_index(),
-                                                   .input_length = decode_width_,
-                                                   .prefill_length = request.prefill_size()});
-  Account(request, decode_width_);
+ForwardBatch::DecodeRow Round::DecodeRowOf(const Request& request, int32_t input_id) const {
+  return {.request_id = request.id(),
+          .request_pool_index = request.resources().slot_index(),
+          .input_length = decode_width_,
+          .prefill_length = request.prefill_size(),
+          .input_id = input_id,
+          .spec_candidates = request.draft_candidates()};
+}
+
+void Round::PushPrefill(Request& request) {
+  plan_.forward->AddPrefill(PrefillRowOf(request));
+  Account(request, request.window().size + request.window().replay);
+}
+
+void Round::PushDecode(Request& request, int32_t input_id) {
+  plan_.forward->AddDecode(DecodeRowOf(request, input_id));
+  Account(request, decode_cost_);
+}
+
+void Round::PushHandOff(Request& request, int32_t bootstrap_token) {
+  if (plan_.remote_decode == nullptr) plan_.remote_decode = std::make_shared<ForwardBatch>();
+  plan_.remote_decode->AddDecode(DecodeRowOf(request, bootstrap_token));
+  request.last_round = number_;
+}
+
+void Round::PushRemotePrefill(Request& request) {
+  if (plan_.remote_prefill == nullptr) plan_.remote_prefill = std::make_shared<ForwardBatch>();
+  plan_.remote_prefill->AddPrefill(PrefillRowOf(request));
+  request.last_round = number_;
 }
 
 ExecutionPlan Round::Finish(std::shared_ptr<const std::vector<std::string>> group_ids, ResidentTables& tables,
                             bool copies_tables) {
-  plan_.forward->Seal();
-  if (copies_tables) plan_.forward->CopyTables(*group_ids, tables);
+  for (ForwardBatch* batch : {plan_.forward.get(), plan_.remote_decode.get(), plan_.remote_prefill.get()}) {
+    if (batch == nullptr) continue;
+    batch->Seal();
+    if (copies_tables) batch->CopyTables(*group_ids, tables);
+  }
   plan_.table_changes.reserve(group_ids->size());
   for (std::size_t group = 0; group < group_ids->size(); ++group) {
     plan_.table_changes.push_back(tables.TakeChanges(group));

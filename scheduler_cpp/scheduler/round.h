@@ -1,6 +1,8 @@
 // Round: the plan under construction, and what is left of the round's limits.
 //
-// Invariants: rows <= max_batch_size; the inputs of all rows <= max_scheduled_tokens; a request is pushed at most once.
+// Invariants: rows <= max_batch_size; the inputs of all rows, on role D of the prefill rows, <= max_scheduled_tokens; a
+// request is pushed at most once. What goes to or comes from the peer takes neither a row nor budget, and no result of
+// it lands.
 // Thread safety: none. The requests pushed must keep their resources until Finish.
 
 #ifndef TOKENSPEED_SCHEDULER_ROUND_H_
@@ -27,6 +29,7 @@ class Round {
       : number_(number),
         max_rows_(static_cast<std::size_t>(config.max_batch_size)),
         decode_width_(config.decode_input_tokens),
+        decode_cost_(config.role == SchedulerConfig::Role::kDecode ? 0 : config.decode_input_tokens),
         budget_(config.max_scheduled_tokens) {
     plan_.forward->Reserve(std::min(resident, max_rows_));
   }
@@ -34,11 +37,14 @@ class Round {
   int64_t budget() const { return budget_; }
   bool IsFull() const { return budget_ <= 0 || NumRows() >= max_rows_; }
   bool FitsDecode(int64_t kept_for_prefill) const {
-    return !IsFull() && budget_ >= kept_for_prefill + decode_width_;
+    return !IsFull() && budget_ >= kept_for_prefill + decode_cost_;
   }
   bool HasScheduled(const Request& request) const { return request.last_round == number_; }
   bool HasPrefill() const { return batch().NumExtends() > 0; }
   bool HasDecode() const { return NumRows() > batch().NumExtends(); }
+  bool HasRemotePrefill() const { return plan_.remote_prefill != nullptr; }
+  // No row and nothing for the peer.
+  bool IsEmpty() const { return NumRows() == 0 && !HasRemotePrefill() && plan_.remote_decode == nullptr; }
   std::size_t NumRows() const { return batch().NumRows(); }
   RequestAdmission::FreshBlocks& fresh() { return fresh_; }
   RequestAdmission::BlockCopies& copies() { return copies_; }
@@ -58,7 +64,10 @@ class Round {
 
   // Adds the row of a request that has just been admitted.
   void PushPrefill(Request& request);
-  void PushDecode(Request& request);
+  // `input_id` as in ForwardBatch.
+  void PushDecode(Request& request, int32_t input_id);
+  void PushHandOff(Request& request, int32_t bootstrap_token);
+  void PushRemotePrefill(Request& request);
 
   // Closes the batch and hands out the plan, with copies of the rows' tables if wanted. `group_ids` in group order.
   ExecutionPlan Finish(std::shared_ptr<const std::vector<std::string>> group_ids, ResidentTables& tables,
@@ -66,11 +75,14 @@ class Round {
 
  private:
   const ForwardBatch& batch() const { return *plan_.forward; }
+  ForwardBatch::PrefillRow PrefillRowOf(const Request& request) const;
+  ForwardBatch::DecodeRow DecodeRowOf(const Request& request, int32_t input_id) const;
   void Account(Request& request, int32_t input_tokens);
 
   uint64_t number_;
   std::size_t max_rows_;
   int32_t decode_width_;
+  int32_t decode_cost_;  // budget that a decode row takes
   int64_t budget_;
   Request* blocker_ = nullptr;
   std::optional<int32_t> sealed_priority_;

@@ -87,10 +87,9 @@ std::vector<Request*> JudgeFinishes(const RequestBook& book, std::span<const int
   requests.reserve(slots.size());
   for (std::size_t index = 0; index < slots.size(); ++index) {
     Request& request = lookup.At(index, slots[index]);
-    if (request.state() == RequestState::kPrefilling) {
-      throw std::runtime_error(Entry("finish_rows", index, slots[index]) + "request '" + request.id() +
-                               "' has an unfinished prompt");
-    }
+    const auto entry = [&] { return Entry("finish_rows", index, slots[index]) + "request '" + request.id() + "' "; };
+    if (request.IsPdPinned()) throw std::runtime_error(entry() + "is the peer's to end");
+    if (!HasCompletePrefill(request.state())) throw std::runtime_error(entry() + "has an unfinished prompt");
     requests.push_back(&request);
   }
   return requests;

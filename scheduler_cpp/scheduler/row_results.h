@@ -30,7 +30,7 @@ struct RowResults {
 std::vector<Request*> JudgeRows(const RequestBook& book, const RowResults& rows);
 
 // The requests that are to finish, in order. Throws, naming the first bad slot, std::invalid_argument for a slot that
-// occurs twice; std::runtime_error for a slot without a request or with an unfinished prompt.
+// occurs twice; std::runtime_error for a slot without a request, with an unfinished prompt, or in a peer's hands.
 std::vector<Request*> JudgeFinishes(const RequestBook& book, std::span<const int32_t> slots);
 
 }  // namespace tokenspeed

@@ -59,6 +59,7 @@ Scheduler::Scheduler(SchedulerConfig config)
       coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
       slots_(config_.max_batch_size),
       resident_tables_(config_.cache_groups.size(), config_.max_batch_size),
+      book_(config_.role),
       admission_(config_, coordinator_, slots_, resident_tables_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
@@ -73,7 +74,10 @@ void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
     }
     ValidateChainKey(who + "cache_salt", spec.cache_salt);
     const auto prompt = static_cast<int64_t>(spec.tokens.size());
-    const int64_t limit = prompt + std::max(spec.max_new_tokens, config_.decode_input_tokens);
+    // A prefill worker generates nothing: what it drafts goes into a slot that a lone prompt does without.
+    const int64_t generated =
+        config_.DecodesHere() ? std::max(spec.max_new_tokens, config_.decode_input_tokens) : 0;
+    const int64_t limit = prompt + generated;
     if (limit > max_single_request_tokens_) {
       throw std::invalid_argument(who + "tokens (" + std::to_string(prompt) + ") and max_new_tokens (" +
                                   std::to_string(spec.max_new_tokens) + ") need room for " + std::to_string(limit) +
@@ -97,7 +101,7 @@ void Scheduler::SetWeightVersion(std::string weight_version) {
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
-  EventRules rules(book_, max_single_request_tokens_);
+  EventRules rules(book_, config_.role, max_single_request_tokens_);
   std::vector<Request*> targets;
   targets.reserve(event.events.size());
   for (const SchedulerEvent& one : event.events) targets.push_back(rules.Judge(one));
@@ -111,19 +115,28 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
       [&](const auto& typed) {
         using Event = std::decay_t<decltype(typed)>;
         if constexpr (std::is_same_v<Event, ExtendResultEvent>) {
-          request.Land(typed.tokens);
+          Land(request, typed.tokens, typed.spec_candidate_ids);
         } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
           Retract(request, /*made_way=*/false);
         } else if constexpr (std::is_same_v<Event, FinishEvent>) {
           Finish(request);
+        } else if constexpr (std::is_same_v<Event, BootstrappedEvent>) {
+          book_.Move(request, [](Request& moved) { moved.Bootstrap(); });
+        } else if constexpr (std::is_same_v<Event, RemotePrefillDoneEvent>) {
+          book_.Move(request, [&](Request& moved) { moved.FinishRemotePrefill(typed.bootstrap_token); });
         } else {
           // Abort, PD failure and PD success; the rules let nothing else through.
           book_.Move(request, [](Request& moved) { moved.Finish(); });
         }
       },
       event);
+}
+
+void Scheduler::Land(Request& request, std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates) {
+  if (request.state() != RequestState::kPrefillAwaitingResult || tokens.empty()) return request.Land(tokens);
+  book_.Move(request, [&](Request& moved) { moved.LandBootstrapToken(tokens, std::move(draft_candidates)); });
 }
 
 void Scheduler::Finish(Request& request) {
@@ -136,7 +149,7 @@ void Scheduler::AdvanceRows(const RowResults& rows) {
   std::span<const int32_t> tokens = rows.tokens;
   for (std::size_t row = 0; row < requests.size(); ++row) {
     const auto count = static_cast<std::size_t>(rows.token_counts[row]);
-    requests[row]->Land(tokens.first(count));
+    Land(*requests[row], tokens.first(count));
     tokens = tokens.subspan(count);
   }
 }
@@ -162,7 +175,13 @@ int32_t Scheduler::WaitingSize() const {
 }
 
 int32_t Scheduler::PrefillingSize() const {
-  return book_.Count(RequestState::kPrefilling) + book_.Count(RequestState::kPrefillDone);
+  return book_.Count(RequestState::kPrefilling) + book_.Count(RequestState::kRemotePrefilling) +
+         book_.Count(RequestState::kPrefillAwaitingResult) + book_.Count(RequestState::kPrefillDone);
+}
+
+bool Scheduler::PdTransferPinned(const std::string& request_id) const {
+  const Request* request = book_.Find(request_id);
+  return request != nullptr && request->IsPdPinned();
 }
 
 int32_t Scheduler::DecodingSize() const { return book_.Count(RequestState::kDecoding); }

@@ -6,10 +6,11 @@
 // - A refused call leaves everything as it was.
 // - A waiting request that could run alone is passed by those behind it in at most max_overtaken_rounds rounds; then
 //   nobody behind it is admitted before it is. Rounds in which a fork waits for its parent's prompt do not count.
-// - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
+// - A request appears at most once in a plan, and every row of a plan's batch must come back as one ExtendResult.
+// - A request that a peer may be reading from or writing to is neither finished here nor retracted by the scheduler. Who
+//   aborts one, or tells it to start again, must have stopped the transfer: its blocks are given away at once.
 //
-// Built so far: role Fused, device tier, every kind of group. Anything else is refused at
-// construction.
+// Built so far: every role and every kind of group on the device tier. A host cache is refused at construction.
 //
 // Thread safety: none; calls on one instance must not overlap.
 // Costs: a round of n decodes that stay within their tails O(n * groups), plus the export of the block tables.
@@ -66,9 +67,14 @@ class Scheduler {
   // The block tables of all resident requests by request-pool slot, as of the last plan; one view per group, by name.
   std::vector<std::pair<std::string, BlockTableView>> BlockTableViews() const;
 
+  int32_t BootstrappingSize() const { return book_.Count(RequestState::kBootstrapping); }
   int32_t WaitingSize() const;
   int32_t PrefillingSize() const;
+  int32_t RemotePrefillingSize() const { return book_.Count(RequestState::kRemotePrefilling); }
   int32_t DecodingSize() const;
+  // Requests that a transfer between the workers may touch.
+  int32_t PdTransferSize() const { return book_.NumPdPinned(); }
+  bool PdTransferPinned(const std::string& request_id) const;
   // Times that a running request had to give up its cache, since the start.
   int64_t NumRetractions() const { return num_retractions_; }
 
@@ -82,9 +88,9 @@ class Scheduler {
   int32_t GroupTotalPages(const std::string& group_id) const;
   int64_t GroupAvailablePages(const std::string& group_id) const;
 
-  // Drops every cached prefix; false, and no change, while a request holds one.
-  bool ClearCache() { return coordinator_.ClearDeviceCache(); }
-  bool CanClearCache() const { return coordinator_.CacheIsClearable(); }
+  // Drops every cached prefix; false, and no change, while a request holds one or a peer is at work.
+  bool ClearCache() { return book_.NumPdPinned() == 0 && coordinator_.ClearDeviceCache(); }
+  bool CanClearCache() const { return book_.NumPdPinned() == 0 && coordinator_.CacheIsClearable(); }
 
   // As a request of this salt, submitted now, would look them up. Throws std::invalid_argument.
   std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens,
@@ -112,7 +118,18 @@ class Scheduler {
 
   std::size_t GroupIndex(const std::string& group_id) const;
 
+  // Rounds of roles P and D (scheduler_roles.cpp).
+  void SchedulePrefillRole(Round& round);
+  void ScheduleHandOffs(Round& round);
+  // Frees an unfinished prompt that is blocked although nobody else is there. Role P has no other way out.
+  void RestartLonePrompt(Round& round);
+  void ScheduleDecodeRole(Round& round);
+  // The unfinished recovery, or else the next one.
+  void ScheduleRecovery(Round& round);
+  void ScheduleRemotePrefill(Round& round);
+
   // Rounds (scheduler_rounds.cpp).
+  void ScheduleFusedRole(Round& round);
   bool HasPrefillWork() const;
   void SchedulePrefills(Round& round);
   // Brings the next readmission back, if one is due. False when no further prefill work may follow in this round; when
@@ -127,9 +144,12 @@ class Scheduler {
   bool MustYield(const Request& request) const;
   // Whether a waiting request that cannot be admitted now keeps those behind it waiting too.
   bool HoldsTheLine(const Request& request) const;
+  // Whether the peer is to compute this waiting request's prompt.
+  bool IsRemote(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);
-  bool AnyResultOut() const;
+  // Whether somebody owes an event that lets a resident request go on.
+  bool AnythingOut() const;
 
   // Retraction (scheduler_retraction.cpp).
   struct Victim {
@@ -156,6 +176,7 @@ class Scheduler {
   void Retract(Request& request, bool made_way);
 
   void Apply(Request& request, const SchedulerEvent& event);
+  void Land(Request& request, std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates = {});
   void Finish(Request& request);
 
   SchedulerConfig config_;

@@ -88,7 +88,7 @@ int64_t SchedulerConfig::ReplayWindow() const {
 }
 
 int64_t SchedulerConfig::OverlapProtectedTokens() const {
-  return role == Role::kPrefill ? 0 : int64_t{overlap_schedule_depth} * decode_input_tokens;
+  return DecodesHere() ? int64_t{overlap_schedule_depth} * decode_input_tokens : 0;
 }
 
 void SchedulerConfig::ValidateCapacityInputs() const {
@@ -125,7 +125,7 @@ void SchedulerConfig::Validate() const {
            std::to_string(num_device_pages));
   }
   RequireAtLeast("max_batch_size", max_batch_size, 1);
-  if (role == Role::kFused) {
+  if (DecodesHere()) {
     RequireAtLeast("decode_input_tokens", decode_input_tokens, 1);
   }
   for (const CacheGroupConfig& group : cache_groups) {
@@ -148,9 +148,6 @@ void SchedulerConfig::Validate() const {
 }
 
 void SchedulerConfig::RefuseUnsupported() const {
-  if (role != Role::kFused) {
-    Refuse(std::string("role ") + (role == Role::kPrefill ? "P" : "D") + " is not supported yet; use Fused");
-  }
   if (HasHostCache()) {
     Refuse("num_host_pages " + std::to_string(num_host_pages) +
            ": a host cache is not supported yet; set num_host_pages to 0 or disable_l2_cache");

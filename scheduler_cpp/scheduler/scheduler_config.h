@@ -44,6 +44,8 @@ struct SchedulerConfig {
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }
+  // Whether requests are decoded on this worker; a prefill worker hands them on.
+  [[nodiscard]] bool DecodesHere() const { return role != Role::kPrefill; }
   [[nodiscard]] bool HasStateGroup() const;
   // Largest window over the replayable groups, tokens; 0 without one.
   [[nodiscard]] int64_t ReplayWindow() const;

@@ -14,6 +14,9 @@ namespace tokenspeed {
 
 void Scheduler::ValidateFork(const RequestSpec& fork, const RequestSpec* parent) const {
   const std::string who = "request '" + fork.request_id + "': fork_of '" + fork.fork_of + "' ";
+  if (config_.role != SchedulerConfig::Role::kFused) {
+    throw std::invalid_argument(who + "needs role Fused: a peer's transfer moves one request's blocks");
+  }
   if (fork.fork_of == fork.request_id) throw std::invalid_argument(who + "must not be the request itself");
   const Request* live = parent == nullptr ? book_.Find(fork.fork_of) : nullptr;
   if (parent == nullptr && (live == nullptr || live->state() == RequestState::kFinished)) {

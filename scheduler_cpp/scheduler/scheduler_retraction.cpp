@@ -26,7 +26,7 @@ std::optional<Scheduler::Exposed> Scheduler::LeastUrgent(bool spare_covered) con
   // The order is by priority, so the last one that is not spared is of the least urgent.
   for (auto entry = book_.resident().rbegin(); entry != book_.resident().rend(); ++entry) {
     const Request& request = *entry->second;
-    if (!IsSpared(request, spare_covered)) return Exposed{request.priority(), spare_covered};
+    if (!request.IsPdPinned() && !IsSpared(request, spare_covered)) return Exposed{request.priority(), spare_covered};
   }
   return std::nullopt;
 }
@@ -44,7 +44,7 @@ Request* Scheduler::ChooseAmongDecoding(const Exposed& exposed) const {
   std::vector<Request*> candidates;
   bool any_quiescent = false;
   for (const auto& [rank, request] : book_.resident()) {
-    if (request->state() == RequestState::kPrefilling || !exposed.Includes(*request)) continue;
+    if (!HasCompletePrefill(request->state()) || !exposed.Includes(*request)) continue;
     candidates.push_back(request);
     any_quiescent = any_quiescent || IsQuiescent(*request);
   }
@@ -66,7 +66,7 @@ Request* Scheduler::ChooseAmongDecoding(const Exposed& exposed) const {
 
 Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
   for (const bool last_resort : {false, true}) {
-    if (last_resort && round.NumRows() > 0) break;
+    if (last_resort && !round.IsEmpty()) break;
     const std::optional<Exposed> exposed = LeastUrgent(/*spare_covered=*/!last_resort);
     if (!exposed.has_value()) continue;
     Request* chosen = ChooseAmongPrefilling(*exposed);
@@ -99,15 +99,17 @@ Request* Scheduler::FirstReadyExcept(const Request& excluded) const {
 }
 
 bool Scheduler::Grant(Round& round, Request& grantee) {
-  const bool decodes = grantee.state() == RequestState::kPrefillDone || grantee.state() == RequestState::kDecoding;
+  const bool decodes = HasCompletePrefill(grantee.state());
   if (round.IsFull() || (decodes && !round.FitsDecode(0))) return true;
-  if (!decodes && round.HasDecode() && !config_.enable_mixed_prefill_decode) return true;
+  const bool joins_batch = !decodes && !IsRemote(grantee);
+  const bool mixes = config_.role == SchedulerConfig::Role::kFused && config_.enable_mixed_prefill_decode;
+  if (joins_batch && round.HasDecode() && !mixes) return true;
   const AdmissionOutcome outcome = decodes ? TryDecode(round, grantee) : TryPrefill(round, grantee);
   return outcome != AdmissionOutcome::kNoCapacity;
 }
 
 void Scheduler::MakeRoom(Round& round) {
-  if (round.HasPrefill()) return;
+  if (round.HasPrefill() || round.HasRemotePrefill()) return;
   Request* grantee = round.blocker();
   while (grantee != nullptr) {
     const Victim victim = ChooseVictim(round);

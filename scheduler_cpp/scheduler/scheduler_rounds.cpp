@@ -10,6 +10,26 @@ namespace tokenspeed {
 ExecutionPlan Scheduler::NextExecutionPlan() {
   book_.Reap();
   Round round(config_, ++round_number_, book_.resident().size());
+  switch (config_.role) {
+    case SchedulerConfig::Role::kPrefill:
+      SchedulePrefillRole(round);
+      break;
+    case SchedulerConfig::Role::kDecode:
+      ScheduleDecodeRole(round);
+      MakeRoom(round);
+      break;
+    case SchedulerConfig::Role::kFused:
+      ScheduleFusedRole(round);
+      MakeRoom(round);
+      break;
+  }
+  const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
+  stall_watch_.Record(round.IsEmpty() && has_candidates && !AnythingOut(),
+                      static_cast<int32_t>(book_.waiting().size()), static_cast<int32_t>(book_.resident().size()));
+  return round.Finish(group_ids_, resident_tables_, config_.dense_block_tables);
+}
+
+void Scheduler::ScheduleFusedRole(Round& round) {
   if (config_.enable_mixed_prefill_decode) {
     const int64_t kept_for_prefill = HasPrefillWork() ? admission_.MinPrefillTokens() : 0;
     const bool decodes_held_back = !round.FitsDecode(kept_for_prefill);
@@ -21,26 +41,31 @@ ExecutionPlan Scheduler::NextExecutionPlan() {
     SchedulePrefills(round);
     if (!round.HasPrefill()) ScheduleDecodes(round, 0);
   }
-  MakeRoom(round);
-  const bool idle = round.NumRows() == 0;
-  const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
-  stall_watch_.Record(idle && has_candidates && !AnyResultOut(), static_cast<int32_t>(book_.waiting().size()),
-                      static_cast<int32_t>(book_.resident().size()));
-  return round.Finish(group_ids_, resident_tables_, config_.dense_block_tables);
 }
 
 bool Scheduler::HasPrefillWork() const {
   return !book_.waiting().empty() || book_.Count(RequestState::kPrefilling) > 0;
 }
 
-bool Scheduler::AnyResultOut() const {
+bool Scheduler::AnythingOut() const {
+  const bool any_handed_off = !config_.DecodesHere() && book_.Count(RequestState::kDecoding) > 0;
+  if (any_handed_off || book_.Count(RequestState::kRemotePrefilling) > 0) return true;
   for (const auto& [rank, request] : book_.resident()) {
     if (request->resources().results_in_flight > 0) return true;
   }
   return false;
 }
 
+bool Scheduler::IsRemote(const Request& request) const {
+  return config_.role == SchedulerConfig::Role::kDecode && request.state() == RequestState::kSubmitted;
+}
+
 AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
+  if (IsRemote(request)) {
+    const AdmissionOutcome outcome = admission_.RemotePrefill(request, round.fresh());
+    if (outcome == AdmissionOutcome::kScheduled) round.PushRemotePrefill(request);
+    return outcome;
+  }
   const AdmissionOutcome outcome = request.IsWaiting() ? AdmitFirstChunk(round, request)
                                                        : admission_.Prefill(request, round.budget(), round.fresh());
   if (outcome == AdmissionOutcome::kScheduled) round.PushPrefill(request);
@@ -48,9 +73,15 @@ AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
 }
 
 AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
+  // The token that a peer computed is on no device here. Any other may not have landed yet.
+  const bool starts_from_host =
+      config_.role == SchedulerConfig::Role::kDecode && request.state() == RequestState::kPrefillDone;
+  const std::optional<int32_t> first = starts_from_host ? request.BootstrapToken() : std::nullopt;
   const AdmissionOutcome outcome = admission_.Decode(request, round.fresh());
   request.decode_blocked = outcome == AdmissionOutcome::kNoCapacity;
-  if (outcome == AdmissionOutcome::kScheduled) round.PushDecode(request);
+  if (outcome == AdmissionOutcome::kScheduled) {
+    round.PushDecode(request, first.value_or(ForwardBatch::kTokenIsOnDevice));
+  }
   return outcome;
 }
 
@@ -95,7 +126,8 @@ bool Scheduler::ScheduleResidentPrefills(Round& round) {
 
 bool Scheduler::HoldsTheLine(const Request& request) const {
   // One that has outgrown the whole pool would hold it for ever.
-  const bool fits_alone = int64_t{request.TokenSize()} + config_.decode_input_tokens <= max_single_request_tokens_;
+  const int64_t least = int64_t{request.TokenSize()} + (config_.DecodesHere() ? config_.decode_input_tokens : 0);
+  const bool fits_alone = least <= max_single_request_tokens_;
   return fits_alone && request.overtaken_rounds >= config_.max_overtaken_rounds;
 }
 
@@ -151,7 +183,7 @@ void Scheduler::ScheduleWaiting(Round& round) {
 
 void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
   for (const auto& [rank, request] : book_.resident()) {
-    if (request->state() == RequestState::kPrefilling || round.HasScheduled(*request)) continue;
+    if (!HasCompletePrefill(request->state()) || round.HasScheduled(*request)) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
     if (TryDecode(round, *request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(*request);
   }

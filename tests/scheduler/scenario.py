@@ -7,6 +7,7 @@ from tokenspeed_jax.scheduler import (
     CacheGroupConfig,
     CacheGroupFamily,
     CacheRetention,
+    CacheTransferPolicy,
     ExecutionEvent,
     ExecutionPlan,
     Forward,
@@ -61,6 +62,7 @@ def make_config(
             cache_blocks_per_lcm_block=group.packing,
             shard_count=group.shards,
             replayable=group.replayable,
+            transfer_policy=CacheTransferPolicy.LatestSnapshot if group.state else CacheTransferPolicy.FullSuffix,
         )
         for index, group in enumerate(groups)
     ]
@@ -80,9 +82,11 @@ def spec(request_id: str, tokens: Sequence[int], max_new: int = 0, **fields: obj
     return made
 
 
-def extend_result(request_id: str, tokens: Sequence[int] = ()) -> ForwardEvent.ExtendResult:
+def extend_result(
+    request_id: str, tokens: Sequence[int] = (), candidates: Sequence[int] = ()
+) -> ForwardEvent.ExtendResult:
     event = ForwardEvent.ExtendResult()
-    event.request_id, event.tokens = request_id, list(tokens)
+    event.request_id, event.tokens, event.spec_candidate_ids = request_id, list(tokens), list(candidates)
     return event
 
 
@@ -99,10 +103,11 @@ def reserve(request_id: str, tokens: int) -> ForwardEvent.UpdateReserveNumTokens
 
 
 class Step:
-    """A plan's batch, read once."""
+    """A plan's batch, or another of its batches, read once."""
 
-    def __init__(self, plan: ExecutionPlan) -> None:
-        (batch,) = plan.forward
+    def __init__(self, plan: ExecutionPlan, batch: Forward.Batch | None = None) -> None:
+        if batch is None:
+            (batch,) = plan.forward
         self.plan = plan
         self.batch: Forward.Batch = batch
         self.ids = batch.request_ids
@@ -112,6 +117,16 @@ class Step:
         self.tables = batch.block_tables
         self.zeroed = plan.pages_to_zero
         self.copied = plan.pages_to_copy
+
+    @property
+    def hand_off(self) -> "Step | None":
+        """Role P: what goes to the peer."""
+        return None if self.plan.remote_decode is None else Step(self.plan, self.plan.remote_decode)
+
+    @property
+    def landing(self) -> "Step | None":
+        """Role D: what the peer is to compute."""
+        return None if self.plan.remote_prefill is None else Step(self.plan, self.plan.remote_prefill)
 
     def row(self, request_id: str, group: int = 0) -> list[int]:
         """The request's table without the padding."""

@@ -166,20 +166,35 @@ def test_one_row_alone_never_needs_more_than_a_batch_of_one(which: int, role: Sc
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_scheduler_and_model_agree_on_the_longest_request(which: int) -> None:
-    for C, width, overlap, parents in itertools.product((4, 9), (1, 3), (0, 1), range(2, 13)):
-        groups = group_sets()[which]
-        for group in groups:
-            group.total_pages = 1 + parents * group.cache_blocks_per_lcm_block
-        made = config(groups, 4, C, decode_input_tokens=width, overlap_schedule_depth=overlap)
-        made.num_device_pages = parents + 1
-        bound = CapacityModel(made).max_single_request_tokens(parents)
-        scheduler = Scheduler(made)
-        assert scheduler.max_single_request_tokens() == bound
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            scheduler.submit_requests([spec("long", [1], max_new=bound)])
-        if width < bound < 10_000:  # without a closed group the length of a request may be unbounded
-            scheduler.submit_requests([spec("fits", range(bound - width))])
+@pytest.mark.parametrize("role", ROLES)
+def test_scheduler_and_model_agree_on_the_longest_request(which: int, role: SchedulerConfig.Role) -> None:
+    for C, width, overlap, no_cache in itertools.product((4, 8, 9, 16), (1, 3), (0, 1), (False, True)):
+        for parents in range(2, 13):
+            groups = group_sets()[which]
+            for group in groups:
+                group.total_pages = 1 + parents * group.cache_blocks_per_lcm_block
+            made = config(
+                groups,
+                4,
+                C,
+                role=role,
+                decode_input_tokens=width,
+                overlap_schedule_depth=overlap,
+                disable_prefix_cache=no_cache,
+            )
+            made.num_device_pages = parents + 1
+            bound = CapacityModel(made).max_single_request_tokens(parents)
+            scheduler = Scheduler(made)
+            assert scheduler.max_single_request_tokens() == bound
+            generated = 0 if role is Role.P else width
+            if not generated < bound < 10_000:  # without a closed group the length of a request may be unbounded
+                continue
+            for prompt, fits in ((bound - generated, True), (bound - generated + 1, False)):
+                if fits:
+                    scheduler.submit_requests([spec("fits", range(prompt))])
+                else:
+                    with pytest.raises(ValueError, match="max_new_tokens"):
+                        scheduler.submit_requests([spec("long", range(prompt))])
 
 
 def test_the_model_looks_at_no_page_count_and_the_scheduler_does() -> None:

@@ -1,0 +1,143 @@
+"""Both halves of a disaggregated worker in a closed loop: no wrong read, leak or stall, equal plans (I38 to I53)."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .scenario import FULL, STATE, Group, replayable, swa
+from .simulated_peer import Pair
+from .test_workload import least_budget
+
+GROUP_SETS: list[tuple[Group, ...]] = [
+    (FULL,),
+    (FULL, swa(4)),
+    (Group(granularity=2, packing=3), swa(5, granularity=4), swa(9, granularity=2, packing=2)),
+    (swa(6),),
+    (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
+    (Group(packing=4, shards=2), swa(3, granularity=1, packing=2)),
+    (FULL, STATE),
+    (STATE,),
+    (Group(packing=3), Group(granularity=2, packing=2, state=True), Group(granularity=1, packing=4, state=True)),
+    (swa(3), STATE),
+    (swa(1, granularity=1), STATE),
+    (Group(granularity=2, packing=2), swa(5, granularity=4), Group(packing=2, shards=2, state=True)),
+    (FULL, replayable(6)),
+    (Group(packing=2), replayable(3, granularity=2), replayable(2, granularity=1, packing=4)),
+    (FULL, swa(6), replayable(5, granularity=2, packing=2)),
+]
+SWITCHES = list(itertools.product((1, 3), (0, 1), (False, True)))
+
+
+def run(pair: Pair, requests: int) -> None:
+    attempts = 0
+    while pair.submitted < requests and attempts < 50 * requests:
+        attempts += 1
+        if len(pair.prompts) < 8:
+            pair.submit()
+        pair.round()
+    pair.drain(rounds=5000)
+
+
+@pytest.mark.parametrize(("width", "overlap", "no_cache"), SWITCHES)
+@pytest.mark.parametrize("which", range(len(GROUP_SETS)))
+def test_a_crowded_pair_serves_everybody(which: int, width: int, overlap: int, no_cache: bool) -> None:
+    fields: dict[str, object] = {
+        "decode_input_tokens": width,
+        "overlap_schedule_depth": overlap,
+        "disable_prefix_cache": no_cache,
+        "max_batch_size": 4,
+    }
+    pair = Pair(GROUP_SETS[which], (16, 18), seed=which, fields=fields)
+    run(pair, requests=25)
+    assert pair.submitted == 25
+    assert pair.landings > 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    which=st.integers(0, len(GROUP_SETS) - 1),
+    usable=st.tuples(st.integers(3, 30), st.integers(3, 40)),
+    seed=st.integers(0, 2**32),
+    overlap=st.integers(0, 1),
+    width=st.integers(1, 3),
+    no_cache=st.booleans(),
+    replay=st.integers(0, 6),
+    budget=st.integers(3, 40),
+    batch=st.integers(1, 6),
+    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
+    overtaken=st.sampled_from([0, 1, 3, 64]),
+    disturbed=st.booleans(),
+)
+def test_any_configuration_serves_everybody(
+    which: int,
+    usable: tuple[int, int],
+    seed: int,
+    overlap: int,
+    width: int,
+    no_cache: bool,
+    replay: int,
+    budget: int,
+    batch: int,
+    priorities: tuple[int, ...],
+    overtaken: int,
+    disturbed: bool,
+) -> None:
+    groups = GROUP_SETS[which]
+    fields: dict[str, object] = {
+        "budget": max(budget, least_budget(groups)),
+        "overlap_schedule_depth": overlap,
+        "decode_input_tokens": width,
+        "disable_prefix_cache": no_cache,
+        "prefix_replay_tokens": replay,
+        "max_batch_size": batch,
+        "max_overtaken_rounds": overtaken,
+    }
+    run(Pair(groups, usable, seed, fields, disturbed, priorities), requests=12)
+
+
+@pytest.mark.parametrize("which", range(len(GROUP_SETS)))
+def test_a_request_of_the_longest_accepted_size_completes_alone(which: int) -> None:
+    groups = GROUP_SETS[which]
+    for usable, (width, overlap, no_cache), budget in itertools.product((3, 4, 7, 12), SWITCHES, (4, 5, 16)):
+        fields: dict[str, object] = {
+            "budget": max(budget, least_budget(groups)),
+            "decode_input_tokens": width,
+            "overlap_schedule_depth": overlap,
+            "disable_prefix_cache": no_cache,
+        }
+        for sizes in ((usable, 64), (64, usable)):
+            pair = Pair(groups, sizes, seed=usable, fields=fields, disturbed=False)
+            tail = width * (1 + overlap)
+            for new in (1, 9):
+                limits = pair.p.scheduler.max_single_request_tokens(), pair.d.scheduler.max_single_request_tokens()
+                length = min(limits[0], limits[1] - new - tail, 70)
+                # Twice the same size, so that the second also meets what the first has left in the cache.
+                for recovers in (False, True) if length > 0 else ():
+                    assert pair.submit(length, new)
+                    alone(pair, recovers)
+            pair.drain(rounds=0)
+            assert pair.timeouts == 0
+
+
+def alone(pair: Pair, recovers: bool) -> None:
+    """Runs the one request to its end; perhaps the decode worker has to compute it again on the way."""
+    for number in range(600):
+        if not pair.prompts:
+            return
+        pair.round()
+        for request_id, prompt in list(pair.prompts.items()):
+            if recovers and number > 2 and prompt.generated > 0 and pair.d.quiescent(request_id):
+                pair.start_again(request_id, prompt)
+                recovers = False
+    pytest.fail("a request that was accepted did not complete alone")
+
+
+@pytest.mark.parametrize("groups", [(FULL, swa(4)), (FULL, STATE), (swa(6),), (FULL, replayable(6))])
+def test_pairs_meet_hits_retractions_and_recoveries(groups: tuple[Group, ...]) -> None:
+    """Guards the tests above: a loop that never shares and never runs short would prove little."""
+    pair = Pair(groups, (18, 14 if FULL in groups else 8), seed=3, fields={"max_batch_size": 4}, disturbed=False)
+    run(pair, requests=60)
+    assert min(pair.p.hits, pair.d.hits) > 0
+    assert pair.d.scheduler.num_retractions() > 0
