@@ -104,9 +104,14 @@ std::optional<PrefixEntryMetadata> PrefixCacheIndex::MetadataFor(const BlockPool
 }
 
 std::optional<CacheKey> PrefixCacheIndex::Evict(const BlockPool& pool, CacheBlockLocation location) {
+  const Entry* entry = EntryAt(MutableEntriesOf(pool), location);
+  return entry != nullptr && entry->block.unique() ? Withdraw(pool, location) : std::nullopt;
+}
+
+std::optional<CacheKey> PrefixCacheIndex::Withdraw(const BlockPool& pool, CacheBlockLocation location) {
   PoolEntries& entries = MutableEntriesOf(pool);
-  Entry* entry = EntryAt(entries, location);
-  if (entry == nullptr || !entry->block.unique()) return std::nullopt;
+  const Entry* entry = EntryAt(entries, location);
+  if (entry == nullptr) return std::nullopt;
   const CacheKey key = entry->key;
   entries.order.erase(EvictionRank{entry->metadata.last_access_epoch, location});
   entries.by_location.erase(location);

@@ -16,9 +16,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <variant>
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "coordinator/tier_transfers.h"
 #include "scheduler/prefill_chunk.h"
 #include "scheduler/request_book.h"
 #include "scheduler/request_slot_pool.h"
@@ -39,8 +42,8 @@ class RequestAdmission {
   using FreshBlocks = std::vector<std::vector<int32_t>>;
 
   // `ledger` is null when residency events are off.
-  RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, RequestSlotPool& slots,
-                   RequestBook& book, ResidencyLedger* ledger);
+  RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, TierTransfers& transfers,
+                   RequestSlotPool& slots, RequestBook& book, ResidencyLedger* ledger);
 
   bool HasFreeSlot() const { return slots_.HasFree(); }
   // Budget a prefill needs to be sure to move.
@@ -49,14 +52,23 @@ class RequestAdmission {
   // The first chunk of a waiting request, or the next one of a prefilling request.
   AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
-  // Publishes the pages that a request which ends normally has completed since its last admission.
+  // Publishes the pages that a request which ends normally has completed since its last admission, and starts to copy
+  // its cache to the host.
   void PublishAtFinish(Request& request);
+  // The same for a request that is about to give up its cache, whose blocks may be handed out again at once. None of its
+  // results may be out.
+  void PublishAtRetraction(Request& request);
 
  private:
   AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh);
-  AdmissionOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
+  // An outcome, or the end of the longest prefix that the host can bring back after all.
+  using FirstChunkOutcome = std::variant<AdmissionOutcome, int32_t>;
+  AdmissionOutcome FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh);
+  FirstChunkOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
+  // Publishes at once what the host brings back, or waits for it to arrive from the external store.
+  void StartLoad(Request& request, AdmissionResult& admitted, std::span<BlockTable> tables);
   AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
-  PrefixProbe ProbeFor(Request& request);
+  PrefixProbe ProbeFor(Request& request, int32_t max_host_tokens);
   // Demands of a chunk of `num_tokens` behind `before` computed tokens.
   std::vector<TokenDemand> Demands(int32_t before, int32_t num_tokens, const PrefillReserve& reserve) const;
   PrefillReserve FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const;
@@ -66,10 +78,12 @@ class RequestAdmission {
   // Notes the snapshot that a chunk ending at `end` writes at the last boundary inside it.
   void RecordSnapshot(CacheProgress& progress, int32_t end) const;
   void DescribePages(Request& request, int32_t first_page, int32_t num_pages);
+  void QueueForStore(Request& request, int32_t num_pages);
 
   const SchedulerConfig& config_;
   PrefillChunkRules chunk_rules_;
   CacheCoordinator& coordinator_;
+  TierTransfers& transfers_;
   RequestSlotPool& slots_;
   RequestBook& book_;
   ResidencyLedger* ledger_;

@@ -8,8 +8,10 @@
 //   nobody behind it is admitted before it is.
 // - A request appears at most once in a plan, and every row of a plan must come back as one ExtendResult.
 //
-// Built so far: role Fused, device tier, every kind of group. Anything else is refused at
-// construction.
+// - A prefix is looked for on the device, then on the host, then among the keys of an external store; what the executor
+//   has not yet acknowledged to be copied is in none of them.
+//
+// Built so far: role Fused, every tier, every kind of group. Anything else is refused at construction.
 //
 // Thread safety: none; calls on one instance must not overlap.
 // Costs: a round of n decodes that stay within their tails O(n * groups), plus the export of the block tables.
@@ -25,6 +27,7 @@
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "coordinator/tier_transfers.h"
 #include "scheduler/capacity_model.h"
 #include "scheduler/execution_event.h"
 #include "scheduler/execution_plan.h"
@@ -77,9 +80,18 @@ class Scheduler {
   int32_t GroupTotalPages(const std::string& group_id) const;
   int64_t GroupAvailablePages(const std::string& group_id) const;
 
-  // Drops every cached prefix; false, and no change, while a request holds one.
-  bool ClearCache() { return coordinator_.ClearDeviceCache(); }
-  bool CanClearCache() const { return coordinator_.CacheIsClearable(); }
+  // Host blocks that can be hit, those that no eviction can take, and empty host parents. The first two are scans.
+  int32_t HostCachedBlocks() const { return coordinator_.NumHostCachedBlocks(); }
+  int32_t HostPinnedBlocks() const { return coordinator_.NumHostPinnedBlocks(); }
+  int32_t HostEmptyLcmBlocks() const { return coordinator_.host_pool().NumEmptyLcmBlocks(); }
+  // Blocks that were not copied to the host for want of room there, since the start.
+  int64_t NumDroppedStores() const { return transfers_.num_dropped_stores(); }
+
+  // Drop every prefix cached on the device, or on both tiers, and the external store's keys; false, and no change, while
+  // a request holds one or a copy is under way.
+  bool ClearDeviceCache() { return !transfers_.HasAnyInFlight() && coordinator_.ClearDeviceCache(); }
+  bool ClearCache() { return !transfers_.HasAnyInFlight() && coordinator_.ClearCache(); }
+  bool CanClearCache() const { return !transfers_.HasAnyInFlight() && coordinator_.CacheIsClearable(); }
 
   // As a request of this salt, submitted now, would look them up. Throws std::invalid_argument.
   std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens,
@@ -93,9 +105,19 @@ class Scheduler {
   // All block keys of these prefix pages, group by group.
   PrefixKeys ExpandPrefixKeys(std::span<const std::string> content_hashes) const;
 
+  // The external store (scheduler_storage.cpp). What it is said to hold counts as a hit from now on, or does no longer.
+  // All or nothing; without an external store nothing comes of them. Throw std::out_of_range for an unknown group and
+  // std::invalid_argument for anything else that names no block.
+  void RegisterStorageKeys(const PrefixKeys& keys);
+  void UnregisterStorageKeys(const PrefixKeys& keys);
+  // Pages of the requests that the next round may look up, each once: worth asking the store about, just before it.
+  // Nothing without an external store, and nothing but a readmission's while no new prompt could start.
+  std::vector<std::string> WaitingPrefixHashes();
+
  private:
   void ValidateSpecs(std::span<const RequestSpec> specs) const;
   std::size_t GroupIndex(const std::string& group_id) const;
+  std::vector<CacheKey> ParseStorageKeys(const PrefixKeys& keys) const;
 
   // Rounds (scheduler_rounds.cpp).
   bool HasPrefillWork() const;
@@ -114,6 +136,8 @@ class Scheduler {
   AdmissionOutcome TryPrefill(Round& round, Request& request);
   AdmissionOutcome TryDecode(Round& round, Request& request);
   bool AnyResultOut() const;
+  // Starts to copy what the round has published, and hands out what there is to copy.
+  void AttachCacheOperations(ExecutionPlan& plan);
 
   // Retraction (scheduler_retraction.cpp).
   struct Victim {
@@ -121,6 +145,9 @@ class Scheduler {
     bool last_resort = false;
   };
   void MakeRoom(Round& round);
+  // Whether copies hold device blocks that will come back by themselves. Those started since somebody was found blocked
+  // do not count, or else a steady flow of copies would keep them waiting for ever.
+  bool MustAwaitTransfers();
   Victim ChooseVictim(const Round& round) const;
   // Whom a retraction may hit: residents of one priority, those whose reserve covers all they generate perhaps spared.
   struct Exposed {
@@ -139,6 +166,7 @@ class Scheduler {
   bool Grant(Round& round, Request& grantee);
   void Retract(Request& request, bool made_way);
 
+  void CompleteLoadBack(const LoadBackDoneEvent& event);
   void Apply(Request& request, const SchedulerEvent& event);
   void Finish(Request& request);
 
@@ -146,13 +174,15 @@ class Scheduler {
   std::vector<std::string> group_ids_;
   int32_t max_single_request_tokens_;
   std::optional<ResidencyLedger> ledger_;
-  CacheCoordinator coordinator_;  // before the book: requests hold blocks
+  CacheCoordinator coordinator_;  // before the transfers and the book: both hold blocks
+  TierTransfers transfers_;
   RequestSlotPool slots_;
   RequestBook book_;
   RequestAdmission admission_;
   StallWatch stall_watch_;
   uint64_t round_number_ = 0;
   int64_t num_retractions_ = 0;
+  std::optional<uint32_t> awaited_before_;  // while somebody is blocked: operations from this one on are not waited for
 };
 
 }  // namespace tokenspeed

@@ -41,6 +41,8 @@ struct SchedulerConfig {
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }
+  // Whether what the device caches is copied to the host as it goes; a decode worker copies retracted requests alone.
+  [[nodiscard]] bool StreamsDeviceCacheToHost() const { return HasHostCache() && role != Role::kDecode; }
   [[nodiscard]] bool HasStateGroup() const;
   // Largest window over the replayable groups, tokens; 0 without one.
   [[nodiscard]] int64_t ReplayWindow() const;

@@ -24,9 +24,20 @@ ExecutionPlan Scheduler::NextExecutionPlan() {
   MakeRoom(round);
   const bool idle = round.NumRows() == 0;
   const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
-  stall_watch_.Record(idle && has_candidates && !AnyResultOut(), static_cast<int32_t>(book_.waiting().size()),
+  ExecutionPlan plan = round.Finish(group_ids_);
+  AttachCacheOperations(plan);
+  const bool anything_out = AnyResultOut() || transfers_.HasAnyInFlight();
+  stall_watch_.Record(idle && has_candidates && !anything_out, static_cast<int32_t>(book_.waiting().size()),
                       static_cast<int32_t>(book_.resident().size()));
-  return round.Finish(group_ids_);
+  return plan;
+}
+
+void Scheduler::AttachCacheOperations(ExecutionPlan& plan) {
+  transfers_.StartPendingStores(SourceGuard::kPinnedUntilAck);
+  const std::vector<TierOperation> stores = transfers_.TakeStartedStores();
+  if (!stores.empty()) plan.write_back.emplace(stores);
+  const std::vector<TierOperation> loads = transfers_.TakeStartedLoads();
+  if (!loads.empty()) plan.load_back.emplace(loads);
 }
 
 bool Scheduler::HasPrefillWork() const {

@@ -52,11 +52,17 @@ class SimulatedDevice:
 
     def run(self, step: Step) -> list[Landing]:
         """Executes a plan; returns what must be landed, in row order."""
+        self.zero(step)
+        return self.forward(step)
+
+    def zero(self, step: Step) -> None:
         for name, blocks in step.zeroed.items():
             group = int(name[1:])
             for block in blocks:
                 for row in range(self.granularity(group)):
                     self.rows.pop((group, block, row), None)
+
+    def forward(self, step: Step) -> list[Landing]:
         landings = []
         for index, (request_id, slot) in enumerate(zip(step.ids, step.batch.request_pool_indices, strict=True)):
             tables = [step.row(request_id, group) for group in range(len(self.groups))]
