@@ -180,7 +180,8 @@ class Cache:
     """Copies between the device, the host and an external store.
 
     Operations come in columns: one entry per operation, and in it one per block. `group_ids` are positions in
-    `SchedulerConfig.cache_groups`; pages are ids as block tables have them. Unknown and repeated completions are ignored.
+    `SchedulerConfig.cache_groups`; pages are ids as block tables have them. Unknown and repeated completions are
+    ignored.
     """
 
     class _Operations:

@@ -1,8 +1,8 @@
 """A simulated device with a host tier and an external store below it, each remembering what lies where.
 
-Copies are as late as the contract allows: a pinned write-back reads its sources only when it completes, so that a source
-handed out too early shows up as wrong contents; an unpinned one reads at the start of its plan. Destinations hold rubbish
-until then. A load-back's ends must still hold what was copied when it completes.
+Copies are as late as the contract allows: a pinned write-back reads its sources only when it completes, so that a
+source handed out too early shows up as wrong contents; an unpinned one reads at the start of its plan. Destinations
+hold rubbish until then. A load-back's ends must still hold what was copied when it completes.
 """
 
 from collections.abc import Callable
@@ -84,6 +84,8 @@ class TieredDevice(SimulatedDevice):
     def run(self, step: Step) -> list[Landing]:
         started = write_backs(step)
         assert sorted(started, key=lambda op: op.op_id) == started
+        self._check_wire(started)
+        self._check_wire(load_backs(step))
         for op in started:
             read = None if op.pinned else self._read(op)
             self.stores[op.op_id] = (op, read)
@@ -92,6 +94,15 @@ class TieredDevice(SimulatedDevice):
         self.zero(step)
         self._load(load_backs(step))
         return self.forward(step)
+
+    def _check_wire(self, ops: list[Operation]) -> None:
+        transfers = [transfer for op in ops for transfer in op.transfers]
+        assert all(op.transfers for op in ops)
+        assert len({(t.group, t.source, t.destination) for t in transfers}) == len(transfers)
+        for transfer in transfers:
+            group = self.groups[transfer.group]
+            assert not group.replayable
+            assert (transfer.source - transfer.destination) % group.shards == 0, "a copy changes its shard"
 
     def _read(self, op: Operation) -> list[Rows]:
         read = [self.contents(transfer.group, transfer.source) for transfer in op.transfers]

@@ -29,9 +29,20 @@ class TierWorkload(Workload):
 
     def plan(self) -> Step:
         self.complete_copies()
+        if self.random.random() < 0.1:
+            self.clear()
         if self.storage:
             self.ask_the_store()
         return super().plan()
+
+    def clear(self) -> None:
+        """Mostly refused, since somebody runs or a copy is out. What the host has must come back afterwards."""
+        both = self.random.random() < 0.1
+        for scheduler in self.schedulers:
+            clearable, cached = scheduler.can_clear_cache(), scheduler.host_cached_blocks()
+            cleared = scheduler.clear_cache() if both else scheduler.clear_l1_cache()
+            assert cleared or not clearable
+            assert scheduler.host_cached_blocks() == (0 if cleared and both else cached)
 
     def complete_copies(self) -> None:
         for op_id in [*self.tiers.stores, *self.tiers.loads]:
@@ -47,7 +58,7 @@ class TierWorkload(Workload):
         self.due = {op_id: rounds - 1 for op_id, rounds in self.due.items()}
 
     def ask_the_store(self) -> None:
-        if self.tiers.store and self.random.random() < 0.1:
+        if self.tiers.store and self.random.random() < 0.3:
             del self.tiers.store[self.random.choice(sorted(self.tiers.store))]
         hashes, twin = (scheduler.waiting_prefix_hashes() for scheduler in self.schedulers)
         assert hashes == twin
