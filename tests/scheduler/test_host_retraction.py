@@ -87,7 +87,7 @@ def test_without_a_host_a_retracted_request_competes_like_a_new_prompt() -> None
     s.submit("r1", 4)
     s.submit("r2", 4)
     while s.scheduler.num_retractions() == 0:
-        land_all(s, s.plan())  # type: ignore[arg-type]
+        land_all(s, s.plan())
     s.submit("tiny", 1)
     step = s.plan()
     assert step.ids == ["tiny"]
