@@ -197,7 +197,7 @@ class CacheCoordinator {
   ConvergedPrefix ProbeHost(const PrefixProbe& probe, int32_t num_prefix_pages) const;
   // Keys of a group's candidate slots from the device's prefix on.
   std::span<const CacheKey> KeysBehindDevice(const PrefixProbe& probe, std::size_t g) const;
-  // Per group and bucket, where the copies of the host's hits must go; empty when every group has one bucket.
+  // Per group and bucket, how many copies of the host's hits must go there; empty for a group of one bucket.
   std::vector<std::vector<int32_t>> CopiesInBucket(const PrefixProbe& probe) const;
   // Pins what the host has of the probed prefix and finds room there for what only the store has; shortens the prefix
   // when there is not room enough.

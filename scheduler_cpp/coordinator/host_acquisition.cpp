@@ -21,11 +21,8 @@ std::span<const CacheKey> CacheCoordinator::KeysBehindDevice(const PrefixProbe& 
 }
 
 std::vector<std::vector<int32_t>> CacheCoordinator::CopiesInBucket(const PrefixProbe& probe) const {
-  std::vector<std::vector<int32_t>> copies;
-  const bool sharded = std::any_of(groups_.begin(), groups_.end(),
-                                   [](const CacheGroup& group) { return group.allocator().shard_count() > 1; });
-  if (!probe.ExtendsOnHost() || !sharded) return copies;
-  copies.resize(groups_.size());
+  if (!probe.ExtendsOnHost()) return {};
+  std::vector<std::vector<int32_t>> copies(groups_.size());
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const int32_t shards = groups_[g].allocator().shard_count();
     if (shards == 1) continue;

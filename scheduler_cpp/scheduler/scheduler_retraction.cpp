@@ -115,12 +115,16 @@ bool Scheduler::MustAwaitTransfers() {
 
 void Scheduler::MakeRoom(Round& round) {
   Request* grantee = round.HasPrefill() ? nullptr : round.blocker();
-  if (grantee != nullptr && MustAwaitTransfers()) return;
-  awaited_before_.reset();
+  if (grantee == nullptr) {
+    awaited_before_.reset();
+    return;
+  }
+  if (MustAwaitTransfers()) return;
   while (grantee != nullptr) {
     const Victim victim = ChooseVictim(round);
     if (victim.request == nullptr) return;
     Retract(*victim.request, /*made_way=*/true);
+    awaited_before_.reset();
     // It was blocked with the pool to itself, so its blocks were scattered over parents that cached ones had opened.
     // Only an empty pool packs as densely as the capacity model promises.
     if (book_.resident().empty()) coordinator_.EvictDeviceCache();
