@@ -182,6 +182,49 @@ class ForwardEvent:
         def __init__(self) -> None: ...
 
 class Cache:
+    """Copies between the device, the host and an external store.
+
+    Operations come in columns: one entry per operation, and in it one per block. `group_ids` are positions in
+    `SchedulerConfig.cache_groups`; pages are ids as block tables have them. Unknown and repeated completions are
+    ignored.
+    """
+
+    class _Operations:
+        @property
+        def op_ids(self) -> list[int]: ...
+        @property
+        def group_ids(self) -> list[list[int]]: ...
+        @property
+        def src_pages(self) -> list[list[int]]: ...
+        @property
+        def dst_pages(self) -> list[list[int]]: ...
+        @property
+        def content_hashes(self) -> list[list[str]]:
+            """Key of each block with `page_offsets`; an empty text and 0 where a load-back has none."""
+        @property
+        def page_offsets(self) -> list[list[int]]: ...
+
+    class WriteBackOp(_Operations):
+        """From the device to the host.
+
+        An operation without `source_pinned` reads its sources before anything of this or a later plan writes there; one
+        with it reads them behind the forwards of all earlier plans, and they stay as they are until it is completed.
+        """
+
+        @property
+        def source_pinned(self) -> list[bool]: ...
+
+    class LoadBackOp(_Operations):
+        """From the host to the device: behind the zeroing of the same plan, ahead of its batch.
+
+        Where `prefetch_from_storage` is 1, the host block is to be filled from the external store first. That must be
+        settled before a further plan is asked for: if an object is missing, none of the batch is run, each of its
+        requests is retracted, the keys are unregistered, and the operation is completed without success.
+        """
+
+        @property
+        def prefetch_from_storage(self) -> list[list[int]]: ...
+
     class WriteBackDoneEvent:
         op_id: int
         def __init__(self) -> None: ...
@@ -295,14 +338,16 @@ class Forward:
 class ExecutionPlan:
     """Everything one round asks of the executor; `forward` holds exactly one batch, possibly without rows.
 
-    The order is: `pages_to_zero`, `pages_to_copy`, the batch. A copy (source, destination) takes the whole contents of
-    a block to another one of its group; no block is both a source and a destination.
+    In this order: write-backs that are not pinned, the zeroing of `pages_to_zero`, `pages_to_copy`, load-backs, the
+    batch. A copy (source, destination) takes the whole contents of a block to another one of its group; no block is both
+    a source and a destination.
     """
 
     @property
     def forward(self) -> list[Forward.Batch]: ...
     @property
-    def cache(self) -> list[object]: ...
+    def cache(self) -> list[Cache.WriteBackOp | Cache.LoadBackOp]:
+        """At most one of each, the write-backs first."""
     @property
     def remote_decode(self) -> Forward.Batch | None: ...
     @property
@@ -366,21 +411,41 @@ class Scheduler:
     def active_lcm_blocks(self) -> int: ...
     def available_lcm_blocks(self) -> int:
         """Empty and evictable parents; scans all of them."""
+    def host_cached_blocks(self) -> int:
+        """Host blocks that a prompt can hit."""
+    def host_pinned_blocks(self) -> int:
+        """Occupied host blocks that no eviction can take: a copy is under way."""
+    def host_empty_lcm_blocks(self) -> int: ...
+    def num_dropped_stores(self) -> int:
+        """Blocks that were not copied to the host for want of room there, since the start."""
     def request_token_size(self, request_id: str) -> int:
         """Prompt and landed output in tokens, -1 for an unknown id."""
     def max_single_request_tokens(self) -> int: ...
     def cache_group_total_pages(self, group_id: str) -> int: ...
     def cache_group_available_pages(self, group_id: str) -> int: ...
-    def clear_l1_cache(self) -> bool: ...
-    def clear_cache(self) -> bool: ...
+    def clear_l1_cache(self) -> bool:
+        """Drops what the device caches, and all storage keys; False while a request holds any or a copy is out."""
+    def clear_cache(self) -> bool:
+        """The same for device and host."""
     def can_clear_cache(self) -> bool: ...
     def prefix_hashes_for_tokens(self, tokens: Sequence[int], cache_salt: str = "") -> list[str]:
         """Of the pages that a request of this salt, submitted now, would look up; 64 hexadecimal digits each."""
-    def waiting_prefix_hashes(self) -> list[str]: ...
+    def waiting_prefix_hashes(self) -> list[str]:
+        """Pages that the next round may look up, each once: those to ask an external store about just before it."""
     def expand_prefix_keys(self, content_hashes: Sequence[str]) -> tuple[list[str], list[str], list[int]]: ...
     def register_storage_keys(
         self, group_ids: Sequence[str], content_hashes: Sequence[str], page_offsets: Sequence[int]
-    ) -> None: ...
+    ) -> None:
+        """Blocks that the external store holds count as hits from now on. All or nothing.
+
+        When there are more than the host has room for, the first pages of the list are kept.
+
+        Raises:
+            IndexError: an unknown group.
+            ValueError: columns of different lengths, a hash that is not 64 lowercase hexadecimal digits, an offset
+                outside the page.
+        """
     def unregister_storage_keys(
         self, group_ids: Sequence[str], content_hashes: Sequence[str], page_offsets: Sequence[int]
-    ) -> None: ...
+    ) -> None:
+        """Blocks that turned out to be missing; the errors are those of `register_storage_keys`."""

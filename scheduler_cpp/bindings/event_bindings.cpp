@@ -38,7 +38,7 @@ void BindForwardEvents(py::module_& module) {
 }
 
 void BindCacheEvents(py::module_& module) {
-  py::module_ cache = module.def_submodule("Cache", "Completions of copies between tiers.");
+  py::module_ cache = module.def_submodule("Cache", "Copies between tiers, and their completions.");
   py::class_<WriteBackDoneEvent>(cache, "WriteBackDoneEvent")
       .def(py::init<>())
       .def_readwrite("op_id", &WriteBackDoneEvent::op_id);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "scheduler/cache_operation.h"
 #include "scheduler/execution_plan.h"
 #include "scheduler/forward_batch.h"
 
@@ -123,6 +124,33 @@ py::dict CopyViews(const py::object& self) {
   return pages;
 }
 
+py::list CacheOperationsOf(const ExecutionPlan& plan) {
+  py::list operations;
+  if (plan.write_back.has_value()) operations.append(*plan.write_back);
+  if (plan.load_back.has_value()) operations.append(*plan.load_back);
+  return operations;
+}
+
+template <typename Operations>
+py::class_<Operations> BindOperations(py::module_& cache, const char* name, const char* doc) {
+  return py::class_<Operations>(cache, name, doc)
+      .def_readonly("op_ids", &Operations::op_ids)
+      .def_readonly("group_ids", &Operations::group_ids)
+      .def_readonly("src_pages", &Operations::src_pages)
+      .def_readonly("dst_pages", &Operations::dst_pages)
+      .def_readonly("content_hashes", &Operations::content_hashes)
+      .def_readonly("page_offsets", &Operations::page_offsets);
+}
+
+// The submodule is the one that holds the completions of these copies.
+void BindCacheOperations(py::module_& module) {
+  py::module_ cache = module.def_submodule("Cache");
+  BindOperations<WriteBackOp>(cache, "WriteBackOp", "Copies from the device to the host, by operation.")
+      .def_readonly("source_pinned", &WriteBackOp::source_pinned);
+  BindOperations<LoadBackOp>(cache, "LoadBackOp", "Copies from the host to the device, by operation.")
+      .def_readonly("prefetch_from_storage", &LoadBackOp::prefetch_from_storage);
+}
+
 void BindBatch(py::module_& module) {
   py::module_ forward = module.def_submodule("Forward", "Model steps.");
   py::class_<ForwardBatch, std::shared_ptr<ForwardBatch>>(forward, "Batch", "One model step; prefill rows come first.")
@@ -154,11 +182,11 @@ void BindBatch(py::module_& module) {
 
 void BindPlan(py::module_& module) {
   BindBatch(module);
+  BindCacheOperations(module);
   py::class_<ExecutionPlan>(module, "ExecutionPlan", "Everything one round asks of the executor.")
       .def_property_readonly(
           "forward", [](const ExecutionPlan& plan) { return std::vector<std::shared_ptr<ForwardBatch>>{plan.forward}; })
-      // No tier below the device yet: this part of a plan is always empty.
-      .def_property_readonly("cache", [](const ExecutionPlan&) { return py::list(); })
+      .def_property_readonly("cache", &CacheOperationsOf)
       .def_property_readonly("remote_decode", [](const ExecutionPlan& plan) { return plan.remote_decode; })
       .def_property_readonly("remote_prefill", [](const ExecutionPlan& plan) { return plan.remote_prefill; })
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)

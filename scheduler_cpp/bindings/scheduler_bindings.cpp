@@ -119,14 +119,14 @@ std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int32
   return {std::move(keys.group_ids), std::move(keys.content_hashes), std::move(keys.page_offsets)};
 }
 
-// Without an external store there is no key set to change; a malformed call is refused all the same.
-void CheckStorageKeys(GuardedScheduler&, const std::vector<std::string>& group_ids,
-                      const std::vector<std::string>& content_hashes, const std::vector<int32_t>& page_offsets) {
-  if (group_ids.size() != content_hashes.size() || group_ids.size() != page_offsets.size()) {
-    throw std::invalid_argument("group_ids, content_hashes and page_offsets must have the same length, got " +
-                                std::to_string(group_ids.size()) + ", " + std::to_string(content_hashes.size()) +
-                                " and " + std::to_string(page_offsets.size()));
-  }
+// A method of Scheduler that takes keys, as one that takes their columns.
+template <void (Scheduler::*Method)(const Scheduler::PrefixKeys&)>
+void WithKeys(GuardedScheduler& self, std::vector<std::string> group_ids, std::vector<std::string> content_hashes,
+              std::vector<int32_t> page_offsets) {
+  const Scheduler::PrefixKeys keys{.group_ids = std::move(group_ids),
+                                   .content_hashes = std::move(content_hashes),
+                                   .page_offsets = std::move(page_offsets)};
+  self.Use([&](Scheduler& scheduler) { (scheduler.*Method)(keys); });
 }
 
 using SchedulerClass = py::class_<GuardedScheduler>;
@@ -154,6 +154,10 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("empty_lcm_blocks", Guarded(&Scheduler::EmptyLcmBlocks))
       .def("active_lcm_blocks", Guarded(&Scheduler::ActiveLcmBlocks))
       .def("available_lcm_blocks", Guarded(&Scheduler::AvailableLcmBlocks))
+      .def("host_cached_blocks", Guarded(&Scheduler::HostCachedBlocks))
+      .def("host_pinned_blocks", Guarded(&Scheduler::HostPinnedBlocks))
+      .def("host_empty_lcm_blocks", Guarded(&Scheduler::HostEmptyLcmBlocks))
+      .def("num_dropped_stores", Guarded(&Scheduler::NumDroppedStores))
       .def("request_token_size", Guarded(&Scheduler::RequestTokenSize), py::arg("request_id"))
       .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
       .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
@@ -162,17 +166,16 @@ void BindGauges(SchedulerClass& scheduler) {
 
 void BindCacheControl(SchedulerClass& scheduler) {
   scheduler
-      // With one tier, clearing the device cache and clearing the cache are the same.
-      .def("clear_l1_cache", Guarded(&Scheduler::ClearCache))
+      .def("clear_l1_cache", Guarded(&Scheduler::ClearDeviceCache))
       .def("clear_cache", Guarded(&Scheduler::ClearCache))
       .def("can_clear_cache", Guarded(&Scheduler::CanClearCache))
       .def("prefix_hashes_for_tokens", &HashTokens, py::arg("tokens"), py::arg("cache_salt") = "")
       .def("expand_prefix_keys", &ExpandKeys, py::arg("content_hashes"))
-      .def("register_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
-           py::arg("page_offsets"))
-      .def("unregister_storage_keys", &CheckStorageKeys, py::arg("group_ids"), py::arg("content_hashes"),
-           py::arg("page_offsets"))
-      .def("waiting_prefix_hashes", [](GuardedScheduler&) { return std::vector<std::string>{}; });
+      .def("register_storage_keys", &WithKeys<&Scheduler::RegisterStorageKeys>, py::arg("group_ids"),
+           py::arg("content_hashes"), py::arg("page_offsets"))
+      .def("unregister_storage_keys", &WithKeys<&Scheduler::UnregisterStorageKeys>, py::arg("group_ids"),
+           py::arg("content_hashes"), py::arg("page_offsets"))
+      .def("waiting_prefix_hashes", Guarded(&Scheduler::WaitingPrefixHashes));
 }
 
 void BindPeerGauges(SchedulerClass& scheduler) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <compare>
 #include <cstddef>
+#include <map>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
@@ -23,20 +24,74 @@ bool Fits(const BlockPool& pool, std::span<const int32_t> blocks_needed, int64_t
   return empty_parents >= 0;
 }
 
+// Free slots per bucket of one group whose blocks must lie in certain buckets.
+class ShadowBuckets {
+ public:
+  ShadowBuckets(const BlockPool& pool, int32_t group, std::span<const int32_t> needed)
+      : needed_(needed), per_parent_(pool.Packing(group) / NumBuckets()), free_(needed.size(), 0) {
+    for (int32_t parent = 1; parent <= pool.NumLcmBlocks(); ++parent) {
+      if (pool.BoundGroup(parent) != group) continue;
+      for (int64_t& free : free_) free += per_parent_;
+      for (CacheBlockLocation location : pool.OccupiedLocations(parent)) --FreeAt(location);
+    }
+  }
+
+  // Parents that must be opened for the bucket that lacks most.
+  int64_t ParentsNeeded() const {
+    int64_t parents = 0;
+    for (std::size_t bucket = 0; bucket < free_.size(); ++bucket) {
+      parents = std::max(parents, (std::max<int64_t>(0, needed_[bucket] - free_[bucket]) + per_parent_ - 1) / per_parent_);
+    }
+    return parents;
+  }
+
+  void Change(CacheBlockLocation location, int32_t by) { FreeAt(location) += by; }
+  // A whole parent joins or leaves those bound to the group.
+  void ChangeAll(int32_t parents) {
+    for (int64_t& free : free_) free += parents * per_parent_;
+  }
+
+ private:
+  int32_t NumBuckets() const { return static_cast<int32_t>(needed_.size()); }
+  int64_t& FreeAt(CacheBlockLocation location) {
+    return free_[static_cast<std::size_t>(location.slot_index % NumBuckets())];
+  }
+
+  std::span<const int32_t> needed_;
+  int64_t per_parent_;
+  std::vector<int64_t> free_;
+};
+
 // What would be free if the victims so far were gone. Holds occupancies of touched parents only.
 class ShadowPool {
  public:
-  ShadowPool(const BlockPool& pool, std::span<const int32_t> blocks_needed)
-      : pool_(pool), blocks_needed_(blocks_needed), empty_parents_(pool.NumEmptyLcmBlocks()) {
+  ShadowPool(const BlockPool& pool, const AdmissionRequest& request)
+      : pool_(pool), blocks_needed_(request.blocks_needed), empty_parents_(pool.NumEmptyLcmBlocks()) {
     for (int32_t group = 0; group < pool.NumGroups(); ++group) free_slots_.push_back(pool.NumFreeSlots(group));
+    for (std::size_t group = 0; group < request.needed_in_bucket.size(); ++group) {
+      const std::vector<int32_t>& needed = request.needed_in_bucket[group];
+      if (needed.empty()) continue;
+      const auto id = static_cast<int32_t>(group);
+      buckets_.emplace(id, ShadowBuckets(pool, id, needed));
+    }
   }
 
-  bool Fits() const { return tokenspeed::Fits(pool_, blocks_needed_, empty_parents_, free_slots_); }
+  bool Fits() const {
+    int64_t spare = empty_parents_;
+    for (const auto& [group, buckets] : buckets_) {
+      const int64_t packing = pool_.Packing(group);
+      const int64_t missing = std::max<int64_t>(0, blocks_needed_[group] - free_slots_[group]);
+      spare -= std::max<int64_t>(0, buckets.ParentsNeeded() - (missing + packing - 1) / packing);
+    }
+    return tokenspeed::Fits(pool_, blocks_needed_, spare, free_slots_);
+  }
   int64_t empty_parents() const { return empty_parents_; }
   const std::vector<int64_t>& free_slots() const { return free_slots_; }
 
   void Remove(const AdmissionVictim& victim) {
-    if (--Occupied(victim.location.lcm_block_id) == 0) {
+    const bool empties = --Occupied(victim.location.lcm_block_id) == 0;
+    ChangeBuckets(victim, 1, empties ? -1 : 0);
+    if (empties) {
       free_slots_[victim.group] -= pool_.Packing(victim.group) - 1;
       ++empty_parents_;
     } else {
@@ -45,7 +100,9 @@ class ShadowPool {
   }
 
   void Restore(const AdmissionVictim& victim) {
-    if (Occupied(victim.location.lcm_block_id)++ == 0) {
+    const bool was_empty = Occupied(victim.location.lcm_block_id)++ == 0;
+    ChangeBuckets(victim, -1, was_empty ? 1 : 0);
+    if (was_empty) {
       free_slots_[victim.group] += pool_.Packing(victim.group) - 1;
       --empty_parents_;
     } else {
@@ -58,10 +115,18 @@ class ShadowPool {
     return occupied_.try_emplace(lcm_block_id, pool_.OccupiedCount(lcm_block_id)).first->second;
   }
 
+  void ChangeBuckets(const AdmissionVictim& victim, int32_t slots, int32_t parents) {
+    const auto buckets = buckets_.find(victim.group);
+    if (buckets == buckets_.end()) return;
+    buckets->second.Change(victim.location, slots);
+    buckets->second.ChangeAll(parents);
+  }
+
   const BlockPool& pool_;
   std::span<const int32_t> blocks_needed_;
   int64_t empty_parents_;
   std::vector<int64_t> free_slots_;
+  std::map<int32_t, ShadowBuckets> buckets_;  // of the groups with a need in certain buckets
   std::unordered_map<int32_t, int32_t> occupied_;
 };
 
@@ -174,7 +239,7 @@ std::optional<std::vector<AdmissionVictim>> AdmissionPlanner::Plan(const Admissi
   TOKENSPEED_CHECK(request.blocks_needed.size() == groups_.size() && request.tables.size() == groups_.size() &&
                        request.hit_keys.size() == groups_.size() && request.hit_masks.size() == groups_.size(),
                    "an admission does not cover every group");
-  ShadowPool shadow(pool_, request.blocks_needed);
+  ShadowPool shadow(pool_, request);
   std::vector<AdmissionVictim> victims;
   if (shadow.Fits()) return victims;
 

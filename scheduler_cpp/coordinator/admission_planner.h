@@ -30,6 +30,8 @@ struct AdmissionVictim {
 
 struct AdmissionRequest {
   std::span<const int32_t> blocks_needed;  // per group
+  // Per group: how many of these must lie in each bucket. Empty where any bucket will do; so may be the whole.
+  std::span<const std::vector<int32_t>> needed_in_bucket = {};
   // Per group: the keys and mask of the blocks this admission hits, which must survive it.
   std::span<const std::vector<CacheKey>> hit_keys;
   std::span<const PrefixMask> hit_masks;

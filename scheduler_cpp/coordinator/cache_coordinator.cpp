@@ -17,12 +17,15 @@ std::vector<int32_t> Packings(std::span<const CacheGroupSpec> specs) {
   return packings;
 }
 
-std::vector<CacheGroup> MakeGroups(BlockPool& pool, std::span<const CacheGroupSpec> specs, int32_t prefix_granularity) {
+std::vector<CacheGroup> MakeGroups(BlockPool& pool, BlockPool& host_pool, std::span<const CacheGroupSpec> specs,
+                                   int32_t prefix_granularity) {
   TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
   std::vector<CacheGroup> groups;
   groups.reserve(specs.size());
   for (const CacheGroupSpec& spec : specs) {
-    groups.emplace_back(pool, static_cast<int32_t>(groups.size()), spec, prefix_granularity);
+    const auto id = static_cast<int32_t>(groups.size());
+    groups.emplace_back(pool, id, spec, prefix_granularity);
+    host_pool.RegisterGroup(id, spec.cache_blocks_per_lcm_block, spec.shard_count);
   }
   return groups;
 }
@@ -30,18 +33,30 @@ std::vector<CacheGroup> MakeGroups(BlockPool& pool, std::span<const CacheGroupSp
 }  // namespace
 
 int32_t PrefixProbe::promotion_boundary_tokens() const {
-  return device.prefix_closed_tokens > device.num_common_tokens ? device.prefix_closed_tokens : 0;
+  const int32_t closed = std::max(device.prefix_closed_tokens, host.prefix_closed_tokens);
+  return closed > prefix_tokens() ? closed : 0;
 }
 
 CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_blocks,
-                                   std::span<const CacheGroupSpec> specs, DeviceMutationSink sink)
+                                   std::span<const CacheGroupSpec> specs, DeviceMutationSink sink,
+                                   HostTier host)
     : prefix_granularity_(prefix_granularity),
       sink_(std::move(sink)),
+      host_(host),
       pool_(num_lcm_blocks, Packings(specs)),
-      groups_(MakeGroups(pool_, specs, prefix_granularity)),
+      host_pool_(host.num_lcm_blocks, Packings(specs)),
+      groups_(MakeGroups(pool_, host_pool_, specs, prefix_granularity)),
       planner_(groups_, pool_) {
+  int64_t num_host_blocks = 0;
+  for (const CacheGroup& group : groups_) {
+    replay_window_ = std::max(replay_window_, group.geometry().ReplayWindow());
+    num_host_blocks += int64_t{host_.num_lcm_blocks} * group.allocator().packing();
+    TOKENSPEED_CHECK(!host_.has_storage || group.allocator().shard_count() == 1,
+                     "an external store does not know of shards");
+  }
+  TOKENSPEED_CHECK(HasHostTier() || !(host_.streams || host_.has_storage), "a tier below needs a host tier");
+  if (host_.has_storage) storage_.emplace(num_host_blocks);
   neutral_probe_ = ProbePrefix({});
-  for (const CacheGroup& group : groups_) replay_window_ = std::max(replay_window_, group.geometry().ReplayWindow());
 }
 
 const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
@@ -51,19 +66,24 @@ const CacheGroup& CacheCoordinator::group(int32_t group_id) const {
 
 std::vector<BlockTable> CacheCoordinator::MakeTables() const { return std::vector<BlockTable>(groups_.size()); }
 
-PrefixProbe CacheCoordinator::ProbePrefix(std::span<const PrefixHash> hashes) const {
-  return Probe(hashes, MatchedGroups::kAll);
+PrefixProbe CacheCoordinator::ProbePrefix(std::span<const PrefixHash> hashes, int32_t max_host_tokens) const {
+  PrefixProbe probe = ProbeDevice(hashes, MatchedGroups::kAll);
+  const auto num_pages = static_cast<int32_t>(hashes.size());
+  if (HasHostTier() && num_pages > 0) {
+    probe.host = ProbeHost(probe, std::min(num_pages, max_host_tokens / prefix_granularity_));
+  }
+  return probe;
 }
 
 PrefixProbe CacheCoordinator::ProbeDecodeDevicePrefix(std::span<const PrefixHash> hashes) const {
-  return Probe(hashes, MatchedGroups::kAllButState);
+  return ProbeDevice(hashes, MatchedGroups::kAllButState);
 }
 
-PrefixProbe CacheCoordinator::Probe(std::span<const PrefixHash> hashes, MatchedGroups matched) const {
+PrefixProbe CacheCoordinator::ProbeDevice(std::span<const PrefixHash> hashes, MatchedGroups matched) const {
   PrefixProbe probe;
   for (const CacheGroup& group : groups_) probe.keys.push_back(group.ExpandKeys(hashes));
-  probe.device =
-      ConvergePrefix(groups_, pool_, probe.keys, static_cast<int32_t>(hashes.size()), prefix_granularity_, matched);
+  probe.device = ConvergePrefix(groups_, {.pool = pool_}, probe.keys, static_cast<int32_t>(hashes.size()),
+                                prefix_granularity_, matched);
   return probe;
 }
 
@@ -77,18 +97,15 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
   TOKENSPEED_CHECK(!access_epoch || (*access_epoch > 0 && *access_epoch <= last_epoch_),
                    "an access epoch was never issued");
   std::vector<TokenDemand> behind_hit;
-  if (replay_window_ > 0 && probe.device_prefix_tokens() > 0) {
-    behind_hit = DemandsBehind(probe.device_prefix_tokens(), demands);
+  if (replay_window_ > 0 && probe.prefix_tokens() > 0) {
+    behind_hit = DemandsBehind(probe.prefix_tokens(), demands);
     demands = behind_hit;
   }
-  std::vector<int32_t> needed;
-  for (std::size_t g = 0; g < groups_.size(); ++g) {
-    TOKENSPEED_CHECK(probe.device_prefix_tokens() == 0 || tables[g].blocks.empty(),
-                     "a prefix hit is claimed into a table that is in use");
-    needed.push_back(groups_[g].geometry().BlocksNeeded(tables[g], demands[g]));
-  }
+  const std::vector<int32_t> needed = BlocksNeeded(probe, tables, demands);
+  const std::vector<std::vector<int32_t>> copies_in_bucket = CopiesInBucket(probe);
   const std::optional<std::vector<AdmissionVictim>> victims =
       planner_.Plan({.blocks_needed = needed,
+                     .needed_in_bucket = copies_in_bucket,
                      .hit_keys = probe.keys,
                      .hit_masks = probe.device.masks,
                      .tables = tables,
@@ -100,25 +117,32 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
   result.promotion_boundary_tokens = probe.promotion_boundary_tokens();
   result.access_epoch = access_epoch ? *access_epoch : ++last_epoch_;
   ClaimHits(probe, tables, result.access_epoch);
-
-  // Victims that this request's own table still holds go once its expired slots have been reclaimed.
-  std::vector<AdmissionVictim> prospective;
-  for (const AdmissionVictim& victim : *victims) {
-    if (!Evict(victim.group, victim.location)) prospective.push_back(victim);
-  }
-  PublishAndReclaim(tables, progress, result.access_epoch);
-  for (const AdmissionVictim& victim : prospective) {
-    const bool gone = Evict(victim.group, victim.location) || !pool_.IsOccupied(victim.location);
-    TOKENSPEED_CHECK(gone, "a planned victim is still held");
-  }
+  const HostHit host = AcquireFromHost(probe, result.access_epoch);
+  result.host_prefix_tokens = host.num_common_tokens;
+  EvictPlanned(*victims, tables, progress, result.access_epoch);
 
   result.new_block_ids.resize(groups_.size());
   for (std::size_t g = 0; g < groups_.size(); ++g) {
+    AppendHostExtension(probe, host, g, tables[g], result.load_pairs);
     const AcquirePlan plan = groups_[g].geometry().Plan(tables[g], demands[g]);
     const bool acquired = groups_[g].allocator().Acquire(tables[g], plan, result.new_block_ids[g]);
     TOKENSPEED_CHECK(acquired, "a planned admission does not fit");
   }
   return result;
+}
+
+std::vector<int32_t> CacheCoordinator::BlocksNeeded(const PrefixProbe& probe, std::span<const BlockTable> tables,
+                                                    std::span<const TokenDemand> demands) const {
+  std::vector<int32_t> needed;
+  needed.reserve(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    TOKENSPEED_CHECK(probe.prefix_tokens() == 0 || tables[g].blocks.empty(),
+                     "a prefix hit is claimed into a table that is in use");
+    needed.push_back(groups_[g].geometry().BlocksNeeded(tables[g], demands[g]));
+    if (!probe.ExtendsOnHost()) continue;
+    needed[g] += static_cast<int32_t>(std::count(probe.host.masks[g].begin(), probe.host.masks[g].end(), 1));
+  }
+  return needed;
 }
 
 std::vector<TokenDemand> CacheCoordinator::DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const {
@@ -143,6 +167,20 @@ void CacheCoordinator::ClaimHits(const PrefixProbe& probe, std::span<BlockTable>
   }
 }
 
+void CacheCoordinator::EvictPlanned(std::span<const AdmissionVictim> victims, std::span<BlockTable> tables,
+                                    const RequestProgress& progress, uint64_t epoch) {
+  // Victims that this request's own table still holds go once its expired slots have been reclaimed.
+  std::vector<AdmissionVictim> prospective;
+  for (const AdmissionVictim& victim : victims) {
+    if (!Evict(victim.group, victim.location)) prospective.push_back(victim);
+  }
+  PublishAndReclaim(tables, progress, epoch);
+  for (const AdmissionVictim& victim : prospective) {
+    const bool gone = Evict(victim.group, victim.location) || !pool_.IsOccupied(victim.location);
+    TOKENSPEED_CHECK(gone, "a planned victim is still held");
+  }
+}
+
 void CacheCoordinator::PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress,
                                          uint64_t epoch) {
   // An expiring block is given its key before it goes.
@@ -158,6 +196,9 @@ void CacheCoordinator::Publish(std::span<BlockTable> tables, const CompletedPage
     std::vector<CacheKey> new_keys;
     groups_[g].Publish(tables[g], completed, epoch, new_keys);
     ReportStored(new_keys);
+    const bool expires = groups_[g].kind() == CacheGroupKind::kSlidingWindow;
+    if (!host_.streams || !(expires || completed.stream_completed_to_host)) continue;
+    pending_stores_.insert(pending_stores_.end(), new_keys.begin(), new_keys.end());
   }
 }
 
@@ -234,21 +275,6 @@ int32_t CacheCoordinator::NumNewlyReleasableLcmBlocks(std::span<const BlockTable
     previous = location.lcm_block_id;
   }
   return count;
-}
-
-bool CacheCoordinator::CacheIsClearable() const {
-  return std::all_of(groups_.begin(), groups_.end(),
-                     [&](const CacheGroup& group) { return group.index().NumPinnedEntries(pool_) == 0; });
-}
-
-bool CacheCoordinator::ClearDeviceCache() {
-  if (!CacheIsClearable()) return false;
-  for (const CacheGroup& group : groups_) {
-    for (const PrefixCacheIndex::Candidate& candidate : group.index().EvictableCandidates(pool_)) {
-      Evict(group.group_id(), candidate.location);
-    }
-  }
-  return true;
 }
 
 BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& hash) const {

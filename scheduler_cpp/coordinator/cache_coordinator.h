@@ -2,14 +2,18 @@
 //
 // Invariants:
 // - A refused admission changes nothing: tables, indexes, epochs, pool and the caller's probe stay as they were.
-// - An access epoch is issued once, in increasing order from 1; only an admission that succeeds consumes one.
+// - An access epoch is issued once, in increasing order from 1; an admission that succeeds consumes one, and so does
+//   each completed copy between the tiers.
 // - Within one admission publication precedes reclamation, and both precede acquisition.
+// - Host blocks are published only by PublishOnHost, for copies that are complete. What the device evicts stays on the
+//   host, and the other way round.
 // - It holds no per-request state: a request's tables live with the request, one per group in group order.
 //
 // Group ids are dense: a group's id is its position in the specs. Tables and demands passed in always have one element
 // per group.
 //
-// Ownership: owns the device pool and all groups. Tables must be freed or destroyed before the coordinator dies.
+// Ownership: owns the pools and all groups. Tables, admission results and other holders of blocks must be freed or
+// destroyed before the coordinator dies.
 // Thread safety: none; calls must not overlap. The mutation sink is called synchronously and must not call back.
 
 #ifndef TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_
@@ -17,14 +21,18 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "coordinator/admission_planner.h"
 #include "coordinator/cache_group.h"
 #include "coordinator/cache_group_spec.h"
 #include "coordinator/group_geometry.h"
+#include "coordinator/host_allocation.h"
+#include "coordinator/host_tier.h"
 #include "coordinator/prefix_convergence.h"
 #include "coordinator/table_fork.h"
 #include "core/block_pool.h"
@@ -38,9 +46,12 @@ namespace tokenspeed {
 struct PrefixProbe {
   std::vector<std::vector<CacheKey>> keys;  // per group, all candidate pages; empty for the neutral probe
   ConvergedPrefix device;
+  ConvergedPrefix host = {};  // behind the device's prefix; no masks when there is no host tier to ask
 
   int32_t device_prefix_tokens() const { return device.num_common_tokens; }
-  // A boundary that all closed groups cover but the common match does not reach, worth materialising; 0 when none.
+  bool ExtendsOnHost() const { return host.num_common_tokens > device.num_common_tokens; }
+  int32_t prefix_tokens() const { return ExtendsOnHost() ? host.num_common_tokens : device.num_common_tokens; }
+  // A boundary that all closed groups cover but no common match reaches, worth materialising; 0 when none.
   int32_t promotion_boundary_tokens() const;
 };
 
@@ -52,10 +63,14 @@ struct RequestProgress {
 
 struct AdmissionResult {
   int32_t device_prefix_tokens = 0;
+  // End of the prefix with what the host adds. Less than was probed when the host had no room for what comes from the store:
+  // then the demands did not fit the hit, and the caller has to free the tables and to begin again.
+  int32_t host_prefix_tokens = 0;
   int32_t promotion_boundary_tokens = 0;
   uint64_t access_epoch = 0;
   // Per group: ids of the blocks freshly acquired, in acquisition order; prefix hits are not among them.
   std::vector<std::vector<int32_t>> new_block_ids;
+  std::vector<LoadPair> load_pairs;  // group by group, in slot order
 };
 
 // As AdmissionResult, of a request that takes over another one's blocks.
@@ -74,7 +89,7 @@ class CacheCoordinator {
  public:
   // `num_lcm_blocks` usable parents. The sink may be empty.
   CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_blocks, std::span<const CacheGroupSpec> specs,
-                   DeviceMutationSink sink = nullptr);
+                   DeviceMutationSink sink = nullptr, HostTier host = {});
   CacheCoordinator(const CacheCoordinator&) = delete;
   CacheCoordinator& operator=(const CacheCoordinator&) = delete;
 
@@ -82,13 +97,17 @@ class CacheCoordinator {
   int32_t NumGroups() const { return static_cast<int32_t>(groups_.size()); }
   const CacheGroup& group(int32_t group_id) const;
   const BlockPool& device_pool() const { return pool_; }
+  const BlockPool& host_pool() const { return host_pool_; }
+  bool HasHostTier() const { return host_.num_lcm_blocks > 0; }
   // One empty table per group.
   std::vector<BlockTable> MakeTables() const;
 
   // The probe of a request that looks nothing up: later chunks and decode steps.
   const PrefixProbe& NeutralProbe() const { return neutral_probe_; }
-  // Longest prefix of the candidate pages from which every group can resume. Read-only.
-  PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes) const;
+  // Longest prefix of the candidate pages from which every group can resume, on the device and then, at most up to
+  // `max_host_tokens`, on the host. Read-only.
+  PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes,
+                          int32_t max_host_tokens = std::numeric_limits<int32_t>::max()) const;
 
   // The same for a prompt whose state arrives from a peer: groups of state are not matched, their part of the hit is
   // holes. Without a group of another kind nothing is hit.
@@ -141,10 +160,46 @@ class CacheCoordinator {
   // Blocks the group could acquire without eviction. O(1).
   int64_t NumAvailableBlocks(int32_t group_id) const { return pool_.Capacity(group_id); }
 
-  // Whether no cached block is in use.
+  // Host gauges. Scans.
+  int32_t NumHostCachedBlocks() const;
+  // Occupied host blocks that no eviction can take now.
+  int32_t NumHostPinnedBlocks() const;
+
+  // Whether no cached block of any tier is in use.
   bool CacheIsClearable() const;
-  // Evicts every entry; false, and no change, when one is in use.
+  // Evicts every entry of the device; false, and no change, when one is in use.
+  bool EvictDeviceCache();
+  // The same, and forgets the store queue and the external store's keys.
   bool ClearDeviceCache();
+  // The same for both tiers.
+  bool ClearCache();
+
+  // The store queue: keys of device blocks worth a copy on the host. It pins nothing.
+  // Queues every cached block of these consecutive pages, save those of recurrent-state groups.
+  void QueueCachedBlocksForStore(std::span<const PrefixHash> hashes);
+  // Queues the newest cached snapshot of these pages, for each recurrent-state group.
+  void QueueLatestSnapshotBlocksForStore(std::span<const PrefixHash> hashes);
+  bool HasPendingStores() const { return !pending_stores_.empty(); }
+  std::vector<CacheKey> TakePendingStores() { return std::exchange(pending_stores_, {}); }
+
+  // Single blocks, for the copies between the tiers.
+  bool HostHas(const CacheKey& key) const { return group(key.group_id).index().Contains(host_pool_, key); }
+  // A pin; empty when the key is not cached on the device.
+  CacheBlockRef FindOnDevice(const CacheKey& key) const { return group(key.group_id).index().Find(pool_, key); }
+  HostAllocation AllocateOnHost(std::span<const HostBlockWish> wishes) {
+    return AllocateHostBlocks(groups_, host_pool_, wishes);
+  }
+  void PublishOnHost(CacheBlockRef block, const CacheKey& key);
+  void PublishOnDevice(CacheBlockRef block, const CacheKey& key);
+  // A handle to a device block belongs to a copy from now on, or no longer; it makes no parent active.
+  void BeginTransfer(const CacheBlockRef& block) { pool_.BeginTransfer(block); }
+  void EndTransfer(const CacheBlockRef& block) { pool_.EndTransfer(block); }
+  // Takes back the publication of a device block that was not filled after all, whoever holds it.
+  void WithdrawFromDevice(const CacheBlockRef& block);
+
+  // The external store's keys; without a store these do nothing.
+  void RegisterStorageKeys(std::vector<CacheKey> keys);
+  void UnregisterStorageKeys(std::span<const CacheKey> keys);
 
   // Sees everything that is cached.
   PrefixWatch& watch() { return watch_; }
@@ -153,26 +208,53 @@ class CacheCoordinator {
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:
-  PrefixProbe Probe(std::span<const PrefixHash> hashes, MatchedGroups matched) const;
+  PrefixProbe ProbeDevice(std::span<const PrefixHash> hashes, MatchedGroups matched) const;
   // The demands as they are behind a hit of `hit` tokens, from which replayable groups feed their window again.
   std::vector<TokenDemand> DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const;
+  // Per group: blocks that an admission takes from the device pool, those for the host's hits included.
+  std::vector<int32_t> BlocksNeeded(const PrefixProbe& probe, std::span<const BlockTable> tables,
+                                    std::span<const TokenDemand> demands) const;
   void ClaimHits(const PrefixProbe& probe, std::span<BlockTable> tables, uint64_t epoch);
+  void EvictPlanned(std::span<const AdmissionVictim> victims, std::span<BlockTable> tables,
+                    const RequestProgress& progress, uint64_t epoch);
   void PublishAndReclaim(std::span<BlockTable> tables, const RequestProgress& progress, uint64_t epoch);
   void Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch);
   bool Evict(int32_t group_id, CacheBlockLocation location);
   void ReportStored(std::span<const CacheKey> keys);
+
+  // Host acquisition (host_acquisition.cpp).
+  const StorageKeySet* storage() const { return storage_ ? &*storage_ : nullptr; }
+  ConvergedPrefix ProbeHost(const PrefixProbe& probe, int32_t num_prefix_pages) const;
+  // Keys of a group's candidate slots from the device's prefix on.
+  std::span<const CacheKey> KeysBehindDevice(const PrefixProbe& probe, std::size_t g) const;
+  // Per group and bucket, how many copies of the host's hits must go there; empty for a group of one bucket.
+  std::vector<std::vector<int32_t>> CopiesInBucket(const PrefixProbe& probe) const;
+  // Pins what the host has of the probed prefix and finds room there for what only the store has; shortens the prefix
+  // when there is not room enough.
+  HostHit AcquireFromHost(const PrefixProbe& probe, uint64_t epoch);
+  // One attempt at `prefix`. Nothing, or the first token position for which there is no room.
+  std::optional<int32_t> FillHostHit(const PrefixProbe& probe, const ConvergedPrefix& prefix, uint64_t epoch,
+                                     HostHit& hit);
+  void AppendHostExtension(const PrefixProbe& probe, const HostHit& hit, std::size_t g, BlockTable& table,
+                           std::vector<LoadPair>& pairs) const;
+  bool TierIsClearable(const BlockPool& pool) const;
+
   void CheckShapes(std::span<const BlockTable> tables) const;
   void CheckProgress(const RequestProgress& progress) const;
 
   int32_t prefix_granularity_;
   DeviceMutationSink sink_;
   PrefixWatch watch_;
-  BlockPool pool_;  // before the groups: their indexes own references into it
+  HostTier host_;
+  BlockPool pool_;  // both before the groups: their indexes own references into them
+  BlockPool host_pool_;
   std::vector<CacheGroup> groups_;
   AdmissionPlanner planner_;
   PrefixProbe neutral_probe_;
   int32_t replay_window_ = 0;  // the longest of all groups
   uint64_t last_epoch_ = 0;
+  std::vector<CacheKey> pending_stores_;
+  std::optional<StorageKeySet> storage_;
 };
 
 }  // namespace tokenspeed

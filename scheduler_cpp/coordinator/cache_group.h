@@ -29,6 +29,9 @@ struct CompletedPages {
   // really written a snapshot. Nothing else of such a group is published.
   std::optional<BoundaryKind> state_boundary_kind;
   std::span<const int32_t> materialized_state_boundaries;
+  // Whether new entries of every group are worth a copy in the host tier now; those of sliding windows always are, for
+  // they expire.
+  bool stream_completed_to_host = false;
 };
 
 class CacheGroup {
@@ -36,6 +39,7 @@ class CacheGroup {
   CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGroupSpec& spec, int32_t prefix_granularity);
 
   int32_t group_id() const { return allocator_.group(); }
+  CacheGroupKind kind() const { return kind_; }
   const GroupGeometry& geometry() const { return geometry_; }
   bool IsState() const { return kind_ == CacheGroupKind::kRecurrentState; }
   // Whether prefixes are matched in this group and published by it; others bring their rows back by replay.

@@ -11,17 +11,21 @@ struct GroupMatch {
   int32_t extent_tokens = 0;
 };
 
-GroupMatch Match(const CacheGroup& group, const BlockPool& pool, std::span<const CacheKey> keys, int32_t bound_tokens) {
+GroupMatch Match(const CacheGroup& group, const TierProbe& tier, std::span<const CacheKey> keys,
+                 int32_t bound_tokens) {
   const int32_t granularity = group.geometry().block_granularity();
+  const int32_t floor = tier.floor_tokens / granularity;
   GroupMatch match;
-  match.mask = MatchPrefix(group.geometry().Matching(), group.index(), pool, keys, bound_tokens / granularity);
-  match.extent_tokens = static_cast<int32_t>(match.mask.size()) * granularity;
+  match.mask = MatchPrefix(group.geometry().Matching(), group.index(), tier.pool,
+                           keys.subspan(static_cast<std::size_t>(floor)), bound_tokens / granularity - floor,
+                           tier.stored);
+  match.extent_tokens = tier.floor_tokens + static_cast<int32_t>(match.mask.size()) * granularity;
   return match;
 }
 
 }  // namespace
 
-ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPool& pool,
+ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const TierProbe& tier,
                                std::span<const std::vector<CacheKey>> keys, int32_t num_prefix_pages,
                                int32_t prefix_granularity, MatchedGroups matched) {
   const auto takes_part = [matched](const CacheGroup& group) {
@@ -29,9 +33,10 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
   };
   std::vector<GroupMatch> matches(groups.size());
   ConvergedPrefix converged;
-  int32_t bound = std::any_of(groups.begin(), groups.end(), takes_part) ? num_prefix_pages * prefix_granularity : 0;
+  const bool any = std::any_of(groups.begin(), groups.end(), takes_part);
+  int32_t bound = std::max(tier.floor_tokens, any ? num_prefix_pages * prefix_granularity : 0);
   const auto probe = [&](std::size_t g) {
-    matches[g] = Match(groups[g], pool, keys[g], bound);
+    matches[g] = Match(groups[g], tier, keys[g], bound);
     const int32_t extent = matches[g].extent_tokens;
     bound = std::min(bound, extent - extent % prefix_granularity);
   };
@@ -58,7 +63,8 @@ ConvergedPrefix ConvergePrefix(std::span<const CacheGroup> groups, const BlockPo
   converged.num_common_tokens = bound;
   for (std::size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].SharesPrefixes()) {
-      matches[g].mask.resize(static_cast<std::size_t>(bound / groups[g].geometry().block_granularity()));
+      const int32_t granularity = groups[g].geometry().block_granularity();
+      matches[g].mask.resize(static_cast<std::size_t>((bound - tier.floor_tokens) / granularity));
     }
     converged.masks.push_back(std::move(matches[g].mask));
   }

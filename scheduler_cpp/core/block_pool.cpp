@@ -95,6 +95,17 @@ CacheBlockRef BlockPool::AcquireBlock(int32_t group) {
   return blocks.empty() ? CacheBlockRef() : std::move(blocks.front());
 }
 
+CacheBlockRef BlockPool::AcquireBlockInBucket(int32_t group, int32_t bucket) {
+  Group& g = GroupAt(group);
+  if (g.buckets == 0) FixBuckets(g, 1);
+  TOKENSPEED_CHECK(bucket >= 0 && bucket < g.buckets, "unknown bucket " + std::to_string(bucket));
+  if (!g.partial[bucket].empty()) {
+    const int32_t id = g.partial[bucket].begin()->second;
+    return OccupyPartial(id, LowestFree(g, ParentAt(id), bucket));
+  }
+  return num_empty_ == 0 ? CacheBlockRef() : OpenFront(group, bucket);
+}
+
 CacheBlockRef BlockPool::TakeOrdinary(int32_t group) {
   const Group& g = GroupAt(group);
   std::pair<int32_t, int32_t> best(1, 0);  // worse than any real (-occupied, parent)

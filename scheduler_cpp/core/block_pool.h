@@ -62,6 +62,10 @@ class BlockPool {
   // One block, or an empty handle when the group has no capacity.
   CacheBlockRef AcquireBlock(int32_t group);
 
+  // One block of this very bucket: in its densest bound parent with a hole there, ties by lowest id; else the FIFO front
+  // is opened at the bucket's first slot, although other buckets may have holes. Empty when neither exists.
+  CacheBlockRef AcquireBlockInBucket(int32_t group, int32_t bucket);
+
   int32_t NumGroups() const { return static_cast<int32_t>(groups_.size()); }
   int32_t NumLcmBlocks() const { return num_parents_; }
   int32_t NumEmptyLcmBlocks() const { return num_empty_; }

@@ -34,6 +34,20 @@ void GroupAllocator::ClaimHitBlocks(BlockTable& table, std::vector<CacheBlockRef
   table.blocks = std::move(blocks);
 }
 
+void GroupAllocator::AppendCopiesOf(BlockTable& table, std::span<const CacheBlockRef> sources) const {
+  TOKENSPEED_CHECK(table.available_tokens == 0, "blocks are appended behind a tail with room in it");
+  for (const CacheBlockRef& source : sources) {
+    CacheBlockRef block;
+    if (source) {
+      block = pool_.AcquireBlockInBucket(group_, source->Location().slot_index % shard_count_);
+      TOKENSPEED_CHECK(bool(block), "the pool has no room for a planned copy");
+    } else if (table.reclaimed_prefix_blocks == table.NumSlots()) {
+      ++table.reclaimed_prefix_blocks;  // a leading hole belongs below the frontier
+    }
+    table.blocks.push_back(std::move(block));
+  }
+}
+
 bool GroupAllocator::Acquire(BlockTable& table, const AcquirePlan& plan, std::vector<int32_t>& new_block_ids) const {
   const bool dense = plan.suffix_start == AcquirePlan::kDenseAppend;
   TOKENSPEED_CHECK(plan.num_blocks >= 0, "a plan asks for a negative number of blocks");

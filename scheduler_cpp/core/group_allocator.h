@@ -48,6 +48,11 @@ class GroupAllocator {
   // Installs the blocks of a prefix hit in an empty table; leading holes become the frontier.
   void ClaimHitBlocks(BlockTable& table, std::vector<CacheBlockRef> blocks) const;
 
+  // Appends one fresh block for each of `sources`, blocks of another pool that are to be copied there; a hole for a hole.
+  // The table has no unused tail. Each destination lies in the bucket of its source. The pool must have room: running
+  // short is a broken invariant.
+  void AppendCopiesOf(BlockTable& table, std::span<const CacheBlockRef> sources) const;
+
   // Executes a plan. False, and no change, when the pool lacks blocks. On success the ids of the blocks placed are
   // appended to `new_block_ids` in acquisition order. Under sharding the shards that own fewest of the table's blocks
   // are preferred.

@@ -142,11 +142,16 @@ std::optional<PrefixEntryMetadata> PrefixCacheIndex::MetadataFor(const BlockPool
 }
 
 std::optional<CacheKey> PrefixCacheIndex::Evict(BlockPool& pool, CacheBlockLocation location) {
+  const Entry* entry = EntryAt(pool, location);
+  return entry != nullptr && entry->block.unique() ? Withdraw(pool, location) : std::nullopt;
+}
+
+std::optional<CacheKey> PrefixCacheIndex::Withdraw(BlockPool& pool, CacheBlockLocation location) {
   Entry* entry = EntryAt(pool, location);
-  if (entry == nullptr || !entry->block.unique()) return std::nullopt;
+  if (entry == nullptr) return std::nullopt;
   const CacheKey key = *entry->key;
   PoolEntries& entries = *entry->home;
-  entries.order.erase(entry->place);
+  if (entry->block.unique()) entries.order.erase(entry->place);
   pool.SetCached(entry->block, nullptr);
   entries.by_key.erase(key);
   return key;

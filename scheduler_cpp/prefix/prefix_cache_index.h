@@ -115,6 +115,8 @@ class PrefixCacheIndex {
 
   // Removes the entry of a location and returns its key; nothing happens when there is none or it is pinned.
   std::optional<CacheKey> Evict(BlockPool& pool, CacheBlockLocation location);
+  // The same, pinned or not: other owners keep a block that is no longer to be found.
+  std::optional<CacheKey> Withdraw(BlockPool& pool, CacheBlockLocation location);
 
   int32_t NumEntries(const BlockPool& pool) const;
   // Entries with another owner beside the index. O(1), as is the number of entries.

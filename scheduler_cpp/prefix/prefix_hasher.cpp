@@ -37,6 +37,18 @@ std::string PrefixHash::ToHex() const {
   return hex;
 }
 
+std::optional<PrefixHash> PrefixHash::FromHex(std::string_view text) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  PrefixHash hash;
+  if (text.size() != 2 * hash.bytes.size()) return std::nullopt;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const std::size_t digit = kDigits.find(text[i]);
+    if (digit == std::string_view::npos) return std::nullopt;
+    hash.bytes[i / 2] = static_cast<uint8_t>(hash.bytes[i / 2] << 4 | digit);
+  }
+  return hash;
+}
+
 PrefixHash HashPrefixPage(std::span<const int32_t> tokens, const std::optional<PrefixHash>& prior,
                           std::span<const std::string> extra_keys) {
   Sha256 sha;

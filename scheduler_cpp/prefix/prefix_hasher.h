@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "prefix/sha256.h"
@@ -28,6 +29,8 @@ struct PrefixHash {
 
   // 64 lowercase hexadecimal characters: the form in which Python and external stores see it.
   std::string ToHex() const;
+  // Nothing for any other text.
+  static std::optional<PrefixHash> FromHex(std::string_view text);
 
   friend auto operator<=>(const PrefixHash&, const PrefixHash&) = default;
 };

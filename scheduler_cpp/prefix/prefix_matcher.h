@@ -2,6 +2,7 @@
 //
 // Invariants:
 // - Matching never changes recency or any other state of the index.
+// - A block counts as present when the index has its key in the pool, or `stored` names it (null: nothing is stored).
 // - A closed group's mask is all ones. Any other mask is zeros followed by a run of ones that is `lookback_blocks` long,
 //   or reaches slot 0.
 //
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "prefix/prefix_cache_index.h"
+#include "prefix/storage_key_set.h"
 
 namespace tokenspeed {
 
@@ -30,7 +32,7 @@ using PrefixMask = std::vector<uint8_t>;
 
 // The longest match within the first `end` of `keys`, in slots.
 PrefixMask MatchPrefix(const MatchRule& rule, const PrefixCacheIndex& index, const BlockPool& pool,
-                       std::span<const CacheKey> keys, int32_t end);
+                       std::span<const CacheKey> keys, int32_t end, const StorageKeySet* stored);
 
 }  // namespace tokenspeed
 

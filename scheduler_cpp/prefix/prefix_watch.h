@@ -40,7 +40,9 @@ class PrefixWatch {
   void Note(const PrefixHash& page) {
     if (!watched_.empty() && watched_.contains(page)) ++num_arrivals_;
   }
-  // Publications of watched pages so far.
+  // What can be found has changed in ways that no page tells.
+  void NoteAll() { ++num_arrivals_; }
+  // Publications of watched pages so far, and other changes.
   uint64_t num_arrivals() const { return num_arrivals_; }
 
  private:

@@ -60,7 +60,7 @@ Request* EventRules::Judge(const SchedulerEvent& event) {
       [this](const auto& typed) -> Request* {
         using Event = std::decay_t<decltype(typed)>;
         if constexpr (std::is_same_v<Event, WriteBackDoneEvent> || std::is_same_v<Event, LoadBackDoneEvent>) {
-          return nullptr;  // no transfer is ever out, so every op id is an unknown one
+          return nullptr;  // concerns no request, and is never refused
         } else {
           Shadow* shadow = ShadowOf(typed.request_id);
           return shadow != nullptr && Allows(typed, *shadow) ? shadow->request : nullptr;

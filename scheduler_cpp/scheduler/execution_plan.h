@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "coordinator/table_fork.h"
+#include "scheduler/cache_operation.h"
 #include "scheduler/forward_batch.h"
 
 namespace tokenspeed {
@@ -31,6 +33,10 @@ struct ExecutionPlan {
   // by anything before that, nor is it a destination, so the order among copies does not matter. Under sharding the two
   // blocks may belong to different shards. Without keys in a round that forks nothing; otherwise every group has one.
   std::map<std::string, std::vector<BlockCopy>> pages_to_copy;
+  // Copies between the tiers, absent when there is nothing to copy. Unpinned write-backs come before everything else,
+  // then the zeroing, the copies within the device, load-backs, and the batch.
+  std::optional<WriteBackOp> write_back;
+  std::optional<LoadBackOp> load_back;
 };
 
 }  // namespace tokenspeed

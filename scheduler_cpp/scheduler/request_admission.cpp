@@ -1,16 +1,19 @@
 #include "scheduler/request_admission.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 
 namespace tokenspeed {
 RequestAdmission::RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator,
-                                   RequestSlotPool& slots, ResidentTables& tables, RequestBook& book,
+                                   TierTransfers& transfers, RequestSlotPool& slots, ResidentTables& tables,
+                                   RequestBook& book,
                                    ResidencyLedger* ledger)
     : config_(config),
       chunk_rules_(PrefillChunkRules::For(config)),
       coordinator_(coordinator),
+      transfers_(transfers),
       slots_(slots),
       resident_tables_(tables),
       book_(book),
@@ -33,11 +36,12 @@ int32_t RequestAdmission::NumProbedPages(const Request& request) const {
   return std::max(request.prefill_size() - recomputed, 0) / config_.prefix_granularity;
 }
 
-PrefixProbe RequestAdmission::ProbeFor(Request& request) {
+PrefixProbe RequestAdmission::ProbeFor(Request& request, int32_t max_host_tokens) {
   if (config_.disable_prefix_cache && request.state() != RequestState::kRetracted) {
-    return coordinator_.ProbePrefix({});
+    return coordinator_.NeutralProbe();
   }
-  return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, NumProbedPages(request)));
+  return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, NumProbedPages(request)),
+                                  max_host_tokens);
 }
 
 bool RequestAdmission::IsAlone(const Request& request) const {
@@ -96,7 +100,9 @@ std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, 
                            .first_new_prefix_page = progress.num_hashed_pages,
                            .boundary_kind = kind,
                            .state_boundary_kind = state_kind,
-                           .materialized_state_boundaries = progress.materialized_state_boundaries()};
+                           .materialized_state_boundaries = progress.materialized_state_boundaries(),
+                           .stream_completed_to_host = config_.StreamsDeviceCacheToHost() &&
+                                                       request.state() != RequestState::kDecoding};
   progress.num_hashed_pages = pages;
   return completed;
 }
@@ -129,16 +135,23 @@ std::optional<AdmissionResult> RequestAdmission::AdmitChunk(const PrefixProbe& p
 
 AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh) {
   if (!slots_.HasFree()) return AdmissionOutcome::kNotNow;
-  const PrefixProbe probe = ProbeFor(request);
-  const AdmissionOutcome outcome = FirstChunkAfter(probe, request, budget, fresh);
-  const bool alone_with_hit = book_.resident().empty() && probe.device_prefix_tokens() > 0;
-  if (outcome != AdmissionOutcome::kNoCapacity || !alone_with_hit) return outcome;
-  return FirstChunkAfter(coordinator_.NeutralProbe(), request, budget, fresh);
+  const AdmissionOutcome outcome = FirstChunkWithHit(request, budget, fresh);
+  if (outcome != AdmissionOutcome::kNoCapacity || !book_.resident().empty()) return outcome;
+  return std::get<AdmissionOutcome>(FirstChunkAfter(coordinator_.NeutralProbe(), request, budget, fresh));
 }
 
-AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget,
-                                                   FreshBlocks& fresh) {
-  const int32_t hit = probe.device_prefix_tokens();
+AdmissionOutcome RequestAdmission::FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh) {
+  FirstChunkOutcome outcome = std::numeric_limits<int32_t>::max();
+  // Each try asks the host for less.
+  while (const auto* max_host_tokens = std::get_if<int32_t>(&outcome)) {
+    outcome = FirstChunkAfter(ProbeFor(request, *max_host_tokens), request, budget, fresh);
+  }
+  return std::get<AdmissionOutcome>(outcome);
+}
+
+RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Request& request,
+                                                                      int64_t budget, FreshBlocks& fresh) {
+  const int32_t hit = probe.prefix_tokens();
   const int32_t promotion = probe.promotion_boundary_tokens();
   const auto chunk = static_cast<int32_t>(
       chunk_rules_.ChunkTokens(hit, /*resumes_hit=*/true, request.prefill_size() - hit, budget, promotion));
@@ -147,11 +160,16 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
   DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  const auto admitted =
+  auto admitted =
       AdmitChunk(probe, request, tables, hit, chunk, reserve, RequestProgress{}, /*access_epoch=*/std::nullopt);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
+  if (admitted->host_prefix_tokens < hit) {
+    coordinator_.Free(tables);
+    return admitted->host_prefix_tokens;
+  }
 
   AppendPerGroup(fresh, admitted->new_block_ids);
+  if (!admitted->load_pairs.empty()) StartLoad(request, *admitted, tables);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   CacheProgress& progress = resources->progress;
   progress.num_hashed_pages = hit / config_.prefix_granularity;
@@ -166,6 +184,18 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
                        reserve.completes ? FirstDecodeTokens() : 0);
   });
   return AdmissionOutcome::kScheduled;
+}
+
+void RequestAdmission::StartLoad(Request& request, AdmissionResult& admitted, std::span<BlockTable> tables) {
+  const int32_t first_page = admitted.device_prefix_tokens / config_.prefix_granularity;
+  const int32_t end_page = admitted.host_prefix_tokens / config_.prefix_granularity;
+  const auto hashes = request.PrefixHashes(config_.prefix_granularity, end_page).subspan(first_page);
+  if (!admitted.load_pairs.front().key) {
+    coordinator_.CacheFullBlocks(tables, hashes, admitted.access_epoch, first_page, BoundaryKind::kChunk);
+  } else if (ledger_ != nullptr) {
+    for (const LoadPair& pair : admitted.load_pairs) ledger_->WaitFor(pair.key->content_hash);
+  }
+  transfers_.StartPrefixLoad(std::move(admitted.load_pairs));
 }
 
 AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, FreshBlocks& fresh) {
@@ -251,11 +281,44 @@ void RequestAdmission::PublishAtFinish(Request& request) {
   const int32_t frontier = request.TokenSize() - 1;
   CacheProgress progress = resources.progress;
   auto completed = CompletePages(request, frontier, progress);
-  if (!completed.has_value()) return;
-  completed->boundary_kind = BoundaryKind::kEndpoint;
-  coordinator_.CacheCompletedBlocks(
-      resources.tables(), RequestProgress{.completed_pages = completed, .num_computed_tokens = frontier},
-      progress.access_epoch);
+  if (completed.has_value()) {
+    completed->boundary_kind = BoundaryKind::kEndpoint;
+    completed->stream_completed_to_host = false;  // all of the chain is queued below
+    coordinator_.CacheCompletedBlocks(
+        resources.tables(), RequestProgress{.completed_pages = completed, .num_computed_tokens = frontier},
+        progress.access_epoch);
+  }
+  if (!config_.StreamsDeviceCacheToHost()) return;
+  QueueForStore(request, progress.num_hashed_pages);
+  transfers_.StartPendingStores(SourceGuard::kPinnedUntilAck);
+}
+
+void RequestAdmission::PublishAtRetraction(Request& request) {
+  RequestResources& resources = request.resources();
+  const int32_t frontier = request.NumComputedTokens();
+  CacheProgress progress = resources.progress;
+  auto completed = CompletePages(request, frontier, progress);
+  if (completed.has_value()) {
+    const int32_t boundary = frontier - frontier % config_.prefix_granularity;
+    // The request comes back for the last snapshot that it wrote, wherever in the prompt that is.
+    if (completed->boundary_kind == BoundaryKind::kChunk && progress.HasMaterialized(boundary)) {
+      completed->state_boundary_kind = BoundaryKind::kEndpoint;
+    }
+    coordinator_.CacheCompletedBlocks(
+        resources.tables(), RequestProgress{.completed_pages = completed, .num_computed_tokens = frontier},
+        progress.access_epoch);
+  }
+  QueueForStore(request, progress.num_hashed_pages);
+  transfers_.StartPendingStores(SourceGuard::kStreamOrdered);
+}
+
+void RequestAdmission::QueueForStore(Request& request, int32_t num_pages) {
+  const int32_t prompt_pages = request.prefill_size() / config_.prefix_granularity;
+  const auto hashes = request.PrefixHashes(config_.prefix_granularity, num_pages);
+  coordinator_.QueueCachedBlocksForStore(hashes);
+  // Decode steps leave no snapshot worth keeping.
+  coordinator_.QueueLatestSnapshotBlocksForStore(
+      hashes.first(static_cast<std::size_t>(std::min(num_pages, prompt_pages))));
 }
 
 }  // namespace tokenspeed

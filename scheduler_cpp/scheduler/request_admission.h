@@ -17,9 +17,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <variant>
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "coordinator/tier_transfers.h"
 #include "scheduler/prefill_chunk.h"
 #include "scheduler/request_book.h"
 #include "scheduler/request_slot_pool.h"
@@ -51,8 +54,8 @@ class RequestAdmission {
   using BlockCopies = std::vector<std::vector<BlockCopy>>;
 
   // `ledger` is null when residency events are off.
-  RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, RequestSlotPool& slots,
-                   ResidentTables& tables, RequestBook& book, ResidencyLedger* ledger);
+  RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, TierTransfers& transfers,
+                   RequestSlotPool& slots, ResidentTables& tables, RequestBook& book, ResidencyLedger* ledger);
 
   bool HasFreeSlot() const { return slots_.HasFree(); }
   // Budget a prefill needs to be sure to move.
@@ -71,16 +74,25 @@ class RequestAdmission {
                                        BlockCopies& copies);
   // Has the pages that a refused request could share watched until it is admitted or ends.
   void Watch(Request& request);
-  // Publishes the pages that a request which ends normally has completed since its last admission.
+  // Publishes the pages that a request which ends normally has completed since its last admission, and starts to copy
+  // its cache to the host.
   void PublishAtFinish(Request& request);
+  // The same for a request that is about to give up its cache, whose blocks may be handed out again at once. None of its
+  // results may be out.
+  void PublishAtRetraction(Request& request);
 
  private:
   AdmissionOutcome PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh);
-  AdmissionOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
+  // An outcome, or the end of the longest prefix that the host can bring back after all.
+  using FirstChunkOutcome = std::variant<AdmissionOutcome, int32_t>;
+  AdmissionOutcome FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh);
+  FirstChunkOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
+  // Publishes at once what the host brings back, or waits for it to arrive from the external store.
+  void StartLoad(Request& request, AdmissionResult& admitted, std::span<BlockTable> tables);
   AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome RemotePrefillAfter(const PrefixProbe& probe, Request& request, FreshBlocks& fresh);
-  PrefixProbe ProbeFor(Request& request);
+  PrefixProbe ProbeFor(Request& request, int32_t max_host_tokens);
   // Leading pages of the prompt that may be reused.
   int32_t NumProbedPages(const Request& request) const;
   // Whether nobody else holds cache.
@@ -100,10 +112,12 @@ class RequestAdmission {
   // Notes the snapshot that a chunk ending at `end` writes at the last boundary inside it.
   void RecordSnapshot(CacheProgress& progress, int32_t end) const;
   void DescribePages(Request& request, int32_t first_page, int32_t num_pages);
+  void QueueForStore(Request& request, int32_t num_pages);
 
   const SchedulerConfig& config_;
   PrefillChunkRules chunk_rules_;
   CacheCoordinator& coordinator_;
+  TierTransfers& transfers_;
   RequestSlotPool& slots_;
   ResidentTables& resident_tables_;
   RequestBook& book_;

@@ -64,6 +64,13 @@ void ResidencyLedger::Describe(const PrefixHash& content_hash, std::span<const u
   Mark(content_hash);
 }
 
+void ResidencyLedger::WaitFor(const PrefixHash& content_hash) { ++boundaries_.at(content_hash).waiting; }
+
+void ResidencyLedger::StopWaiting(const PrefixHash& content_hash) {
+  --boundaries_.at(content_hash).waiting;
+  Mark(content_hash);
+}
+
 void ResidencyLedger::Mark(const PrefixHash& content_hash) {
   const auto entry = boundaries_.find(content_hash);
   if (entry == boundaries_.end() || entry->second.marked) return;
@@ -90,7 +97,7 @@ std::vector<ResidencyEvent> ResidencyLedger::Drain(const CacheCoordinator& coord
       removed.emplace_back(boundary.depth, BlockRemovedEvent{{boundary.event_hash}});
     }
     boundary.published = complete;
-    if (residency == BoundaryResidency::kNone) boundaries_.erase(entry);
+    if (residency == BoundaryResidency::kNone && boundary.waiting == 0) boundaries_.erase(entry);
   }
   marked_.clear();
   // A router that applies the events one by one never sees a page without the pages before it.

@@ -51,6 +51,11 @@ class ResidencyLedger {
   void Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes, std::size_t page,
                 std::span<const int32_t> page_tokens);
 
+  // Keeps the description although nothing of the boundary is resident: its blocks are on their way, and are published
+  // without being described again. As many calls of StopWaiting must follow.
+  void WaitFor(const PrefixHash& content_hash);
+  void StopWaiting(const PrefixHash& content_hash);
+
   // Something about the boundary changed in the device cache.
   void Mark(const PrefixHash& content_hash);
 
@@ -64,6 +69,7 @@ class ResidencyLedger {
     std::size_t depth = 0;
     bool published = false;
     bool marked = false;
+    int32_t waiting = 0;  // for copies under way
   };
   struct ContentHasher {
     std::size_t operator()(const PrefixHash& hash) const noexcept;

@@ -15,7 +15,6 @@ namespace {
 
 SchedulerConfig Checked(SchedulerConfig config) {
   config.Validate();
-  config.RefuseUnsupported();
   return config;
 }
 
@@ -44,6 +43,13 @@ std::vector<CacheGroupSpec> GroupSpecs(const SchedulerConfig& config) {
   return specs;
 }
 
+HostTier HostTierOf(const SchedulerConfig& config) {
+  if (!config.HasHostCache()) return {};
+  return HostTier{.num_lcm_blocks = config.num_host_pages - 1,
+                  .streams = config.StreamsDeviceCacheToHost(),
+                  .has_storage = config.enable_l3_storage};
+}
+
 DeviceMutationSink SinkFor(std::optional<ResidencyLedger>& ledger) {
   if (!ledger.has_value()) return nullptr;
   return [&ledger](const CacheKey& key, DeviceMutation) { ledger->Mark(key.content_hash); };
@@ -56,11 +62,14 @@ Scheduler::Scheduler(SchedulerConfig config)
       group_ids_(std::make_shared<const std::vector<std::string>>(GroupIds(config_))),
       max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
       ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>() : std::nullopt),
-      coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
+      coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_),
+                   HostTierOf(config_)),
+      transfers_(coordinator_),
       slots_(config_.max_batch_size),
       resident_tables_(config_.cache_groups.size(), config_.max_batch_size),
       book_(config_.role),
-      admission_(config_, coordinator_, slots_, resident_tables_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
+      admission_(config_, coordinator_, transfers_, slots_, resident_tables_, book_,
+                 ledger_.has_value() ? &*ledger_ : nullptr) {}
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
   std::unordered_map<std::string_view, const RequestSpec*> earlier;
@@ -106,7 +115,22 @@ void Scheduler::Advance(const ExecutionEvent& event) {
   targets.reserve(event.events.size());
   for (const SchedulerEvent& one : event.events) targets.push_back(rules.Judge(one));
   for (std::size_t index = 0; index < targets.size(); ++index) {
-    if (targets[index] != nullptr) Apply(*targets[index], event.events[index]);
+    const SchedulerEvent& one = event.events[index];
+    if (const auto* stored = std::get_if<WriteBackDoneEvent>(&one)) {
+      transfers_.CompleteWriteBack(stored->op_id);
+    } else if (const auto* loaded = std::get_if<LoadBackDoneEvent>(&one)) {
+      CompleteLoadBack(*loaded);
+    } else if (targets[index] != nullptr) {
+      Apply(*targets[index], one);
+    }
+  }
+}
+
+void Scheduler::CompleteLoadBack(const LoadBackDoneEvent& event) {
+  const std::vector<LoadPair> settled = transfers_.CompleteLoadBack(event.op_id, event.success);
+  if (!ledger_.has_value()) return;
+  for (const LoadPair& pair : settled) {
+    if (pair.key) ledger_->StopWaiting(pair.key->content_hash);
   }
 }
 

@@ -9,8 +9,8 @@
 // - A request appears at most once in a plan, and every row of a plan's batch must come back as one ExtendResult.
 // - A request that a peer may be reading from or writing to is neither finished here nor retracted by the scheduler. Who
 //   aborts one, or tells it to start again, must have stopped the transfer: its blocks are given away at once.
-//
-// Built so far: every role and every kind of group on the device tier. A host cache is refused at construction.
+// - A prefix is looked for on the device, then on the host, then among the keys of an external store; what the executor
+//   has not yet acknowledged to be copied is in none of them.
 //
 // Thread safety: none; calls on one instance must not overlap.
 // Costs: a round of n decodes that stay within their tails O(n * groups), plus the export of the block tables.
@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "coordinator/cache_coordinator.h"
+#include "coordinator/tier_transfers.h"
 #include "scheduler/capacity_model.h"
 #include "scheduler/execution_event.h"
 #include "scheduler/execution_plan.h"
@@ -88,9 +89,18 @@ class Scheduler {
   int32_t GroupTotalPages(const std::string& group_id) const;
   int64_t GroupAvailablePages(const std::string& group_id) const;
 
-  // Drops every cached prefix; false, and no change, while a request holds one or a peer is at work.
-  bool ClearCache() { return book_.NumPdPinned() == 0 && coordinator_.ClearDeviceCache(); }
-  bool CanClearCache() const { return book_.NumPdPinned() == 0 && coordinator_.CacheIsClearable(); }
+  // Host blocks that can be hit, those that no eviction can take, and empty host parents. The first two are scans.
+  int32_t HostCachedBlocks() const { return coordinator_.NumHostCachedBlocks(); }
+  int32_t HostPinnedBlocks() const { return coordinator_.NumHostPinnedBlocks(); }
+  int32_t HostEmptyLcmBlocks() const { return coordinator_.host_pool().NumEmptyLcmBlocks(); }
+  // Blocks that were not copied to the host for want of room there, since the start.
+  int64_t NumDroppedStores() const { return transfers_.num_dropped_stores(); }
+
+  // Drop every prefix cached on the device, or on both tiers, and the external store's keys; false, and no change, while
+  // a request holds one, a copy is under way or a peer is at work.
+  bool ClearDeviceCache() { return !AnyTransferInFlight() && coordinator_.ClearDeviceCache(); }
+  bool ClearCache() { return !AnyTransferInFlight() && coordinator_.ClearCache(); }
+  bool CanClearCache() const { return !AnyTransferInFlight() && coordinator_.CacheIsClearable(); }
 
   // As a request of this salt, submitted now, would look them up. Throws std::invalid_argument.
   std::vector<std::string> PrefixHashesForTokens(std::span<const int32_t> tokens,
@@ -103,6 +113,15 @@ class Scheduler {
   };
   // All block keys of these prefix pages, group by group.
   PrefixKeys ExpandPrefixKeys(std::span<const std::string> content_hashes) const;
+
+  // The external store (scheduler_storage.cpp). What it is said to hold counts as a hit from now on, or does no longer.
+  // All or nothing; without an external store nothing comes of them. Throw std::out_of_range for an unknown group and
+  // std::invalid_argument for anything else that names no block.
+  void RegisterStorageKeys(const PrefixKeys& keys);
+  void UnregisterStorageKeys(const PrefixKeys& keys);
+  // Pages of the requests that the next round may look up, each once: worth asking the store about, just before it.
+  // Nothing without an external store, and nothing but a readmission's while no new prompt could start.
+  std::vector<std::string> WaitingPrefixHashes();
 
  private:
   void ValidateSpecs(std::span<const RequestSpec> specs) const;
@@ -117,6 +136,7 @@ class Scheduler {
   AdmissionOutcome AdmitFirstChunk(Round& round, Request& request);
 
   std::size_t GroupIndex(const std::string& group_id) const;
+  std::vector<CacheKey> ParseStorageKeys(const PrefixKeys& keys) const;
 
   // Rounds of roles P and D (scheduler_roles.cpp).
   void SchedulePrefillRole(Round& round);
@@ -150,6 +170,10 @@ class Scheduler {
   AdmissionOutcome TryDecode(Round& round, Request& request);
   // Whether somebody owes an event that lets a resident request go on.
   bool AnythingOut() const;
+  // Copies between the tiers, or between the workers.
+  bool AnyTransferInFlight() const { return book_.NumPdPinned() > 0 || transfers_.HasAnyInFlight(); }
+  // Starts to copy what the round has published, and hands out what there is to copy.
+  void AttachCacheOperations(ExecutionPlan& plan);
 
   // Retraction (scheduler_retraction.cpp).
   struct Victim {
@@ -157,6 +181,9 @@ class Scheduler {
     bool last_resort = false;
   };
   void MakeRoom(Round& round);
+  // Whether copies hold device blocks that will come back by themselves. Those started since somebody was found blocked
+  // do not count, or else a steady flow of copies would keep them waiting for ever.
+  bool MustAwaitTransfers();
   Victim ChooseVictim(const Round& round) const;
   // Whom a retraction may hit: residents of one priority, those whose reserve covers all they generate perhaps spared.
   struct Exposed {
@@ -175,6 +202,7 @@ class Scheduler {
   bool Grant(Round& round, Request& grantee);
   void Retract(Request& request, bool made_way);
 
+  void CompleteLoadBack(const LoadBackDoneEvent& event);
   void Apply(Request& request, const SchedulerEvent& event);
   void Land(Request& request, std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates = {});
   void Finish(Request& request);
@@ -183,7 +211,8 @@ class Scheduler {
   std::shared_ptr<const std::vector<std::string>> group_ids_;
   int32_t max_single_request_tokens_;
   std::optional<ResidencyLedger> ledger_;
-  CacheCoordinator coordinator_;  // before the book: requests hold blocks
+  CacheCoordinator coordinator_;  // before the transfers and the book: both hold blocks
+  TierTransfers transfers_;
   RequestSlotPool slots_;
   ResidentTables resident_tables_;
   RequestBook book_;
@@ -192,6 +221,7 @@ class Scheduler {
   StallWatch stall_watch_;
   uint64_t round_number_ = 0;
   int64_t num_retractions_ = 0;
+  std::optional<uint32_t> awaited_before_;  // while somebody is blocked: operations from this one on are not waited for
 };
 
 }  // namespace tokenspeed

@@ -20,6 +20,15 @@ void RequireAtLeast(const char* field, int64_t value, int64_t least) {
   }
 }
 
+// Ids of a group's blocks, the null id included.
+void RequireIds(const char* field, int32_t num_pages, const CacheGroupConfig& group) {
+  const int64_t ids = (int64_t{num_pages} - 1) * group.cache_blocks_per_lcm_block + 1;
+  if (ids > std::numeric_limits<int32_t>::max()) {
+    Refuse("cache group '" + group.group_id + "': " + field + " x cache_blocks_per_lcm_block needs " +
+           std::to_string(ids) + " ids, more than 32 bits hold");
+  }
+}
+
 void ValidateSteps(const SchedulerConfig& config) {
   RequireAtLeast("prefix_granularity", config.prefix_granularity, 1);
   RequireAtLeast("max_scheduled_tokens", config.max_scheduled_tokens, 1);
@@ -128,12 +137,13 @@ void SchedulerConfig::Validate() const {
   if (DecodesHere()) {
     RequireAtLeast("decode_input_tokens", decode_input_tokens, 1);
   }
+  RequireAtLeast("num_host_pages", num_host_pages, 0);
+  if (num_host_pages > kMaxLcmBlocks) {
+    Refuse("num_host_pages must be <= " + std::to_string(kMaxLcmBlocks) + ", got " + std::to_string(num_host_pages));
+  }
   for (const CacheGroupConfig& group : cache_groups) {
-    const int64_t ids = (int64_t{num_device_pages} - 1) * group.cache_blocks_per_lcm_block + 1;
-    if (ids > std::numeric_limits<int32_t>::max()) {
-      Refuse("cache group '" + group.group_id + "': num_device_pages x cache_blocks_per_lcm_block needs " +
-             std::to_string(ids) + " ids, more than 32 bits hold");
-    }
+    RequireIds("num_device_pages", num_device_pages, group);
+    RequireIds("num_host_pages", num_host_pages, group);
     if (group.total_pages < 1) {
       Refuse("cache group '" + group.group_id + "': total_pages must be >= 1, got " +
              std::to_string(group.total_pages));
@@ -142,15 +152,17 @@ void SchedulerConfig::Validate() const {
   RequireAtLeast("prefix_replay_tokens", prefix_replay_tokens, 0);
   RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
   ValidateChainKey("weight_version", weight_version);
-  if (enable_l3_storage && !HasHostCache()) {
+  if (!enable_l3_storage) {
+    return;
+  }
+  if (!HasHostCache()) {
     Refuse("enable_l3_storage needs a host cache: num_host_pages > 1 and disable_l2_cache False");
   }
-}
-
-void SchedulerConfig::RefuseUnsupported() const {
-  if (HasHostCache()) {
-    Refuse("num_host_pages " + std::to_string(num_host_pages) +
-           ": a host cache is not supported yet; set num_host_pages to 0 or disable_l2_cache");
+  for (const CacheGroupConfig& group : cache_groups) {
+    if (group.shard_count > 1) {
+      Refuse("cache group '" + group.group_id + "': enable_l3_storage needs shard_count 1, got " +
+             std::to_string(group.shard_count));
+    }
   }
 }
 

@@ -46,6 +46,8 @@ struct SchedulerConfig {
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }
   // Whether requests are decoded on this worker; a prefill worker hands them on.
   [[nodiscard]] bool DecodesHere() const { return role != Role::kPrefill; }
+  // Whether what the device caches is copied to the host as it goes; a decode worker copies retracted requests alone.
+  [[nodiscard]] bool StreamsDeviceCacheToHost() const { return HasHostCache() && role != Role::kDecode; }
   [[nodiscard]] bool HasStateGroup() const;
   // Largest window over the replayable groups, tokens; 0 without one.
   [[nodiscard]] int64_t ReplayWindow() const;
@@ -56,8 +58,6 @@ struct SchedulerConfig {
   void ValidateCapacityInputs() const;
   // Everything a scheduler needs, capacity inputs included. Throws std::invalid_argument.
   void Validate() const;
-  // Refuses what is described by the configuration language but not built. Throws std::invalid_argument.
-  void RefuseUnsupported() const;
 };
 
 }  // namespace tokenspeed

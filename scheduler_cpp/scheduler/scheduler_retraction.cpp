@@ -80,6 +80,7 @@ Scheduler::Victim Scheduler::ChooseVictim(const Round& round) const {
 
 void Scheduler::Retract(Request& request, bool made_way) {
   ++num_retractions_;
+  if (made_way && config_.HasHostCache()) admission_.PublishAtRetraction(request);
   // The executor's retractions leave nothing to come back to; a decode worker's requests come back all the same, since
   // their peer has let go of them.
   const bool recoverable = config_.role == SchedulerConfig::Role::kDecode || (made_way && config_.HasHostCache());
@@ -108,22 +109,36 @@ bool Scheduler::Grant(Round& round, Request& grantee) {
   return outcome != AdmissionOutcome::kNoCapacity;
 }
 
+bool Scheduler::MustAwaitTransfers() {
+  const std::optional<uint32_t> oldest = transfers_.OldestHoldingDevice();
+  if (!oldest.has_value()) return false;
+  if (!awaited_before_.has_value()) awaited_before_ = transfers_.next_op_id();
+  return *oldest < *awaited_before_;
+}
+
 void Scheduler::MakeRoom(Round& round) {
-  if (round.HasPrefill() || round.HasRemotePrefill()) return;
-  Request* grantee = round.blocker();
+  Request* grantee = round.HasPrefill() || round.HasRemotePrefill() ? nullptr : round.blocker();
+  if (grantee == nullptr) {
+    awaited_before_.reset();
+    return;
+  }
+  if (MustAwaitTransfers()) return;
   while (grantee != nullptr) {
     const Victim victim = ChooseVictim(round);
     if (victim.request == nullptr) return;
     Retract(*victim.request, /*made_way=*/true);
+    awaited_before_.reset();
     // It was blocked with the pool to itself, so its blocks were scattered over parents that cached ones had opened.
     // Only an empty pool packs as densely as the capacity model promises.
-    if (book_.resident().empty()) coordinator_.ClearDeviceCache();
+    if (book_.resident().empty()) coordinator_.EvictDeviceCache();
     if (victim.last_resort) {
       ScheduleDecodes(round, 0);
       if (round.HasDecode()) return;
     }
     if (grantee == victim.request) grantee = FirstReadyExcept(*victim.request);
     if (grantee == nullptr || Grant(round, *grantee)) return;
+    // What the victim has given up may be held by copies still, so a second one might give way for nothing.
+    if (transfers_.OldestHoldingDevice().has_value()) return;
   }
 }
 

@@ -23,10 +23,14 @@ ExecutionPlan Scheduler::NextExecutionPlan() {
       MakeRoom(round);
       break;
   }
+  const bool idle = round.IsEmpty();
+  ExecutionPlan plan = round.Finish(group_ids_, resident_tables_, config_.dense_block_tables);
+  AttachCacheOperations(plan);
   const bool has_candidates = !book_.waiting().empty() || !book_.resident().empty();
-  stall_watch_.Record(round.IsEmpty() && has_candidates && !AnythingOut(),
-                      static_cast<int32_t>(book_.waiting().size()), static_cast<int32_t>(book_.resident().size()));
-  return round.Finish(group_ids_, resident_tables_, config_.dense_block_tables);
+  const bool anything_out = AnythingOut() || transfers_.HasAnyInFlight();
+  stall_watch_.Record(idle && has_candidates && !anything_out, static_cast<int32_t>(book_.waiting().size()),
+                      static_cast<int32_t>(book_.resident().size()));
+  return plan;
 }
 
 void Scheduler::ScheduleFusedRole(Round& round) {
@@ -41,6 +45,14 @@ void Scheduler::ScheduleFusedRole(Round& round) {
     SchedulePrefills(round);
     if (!round.HasPrefill()) ScheduleDecodes(round, 0);
   }
+}
+
+void Scheduler::AttachCacheOperations(ExecutionPlan& plan) {
+  transfers_.StartPendingStores(SourceGuard::kPinnedUntilAck);
+  const std::vector<TierOperation> stores = transfers_.TakeStartedStores();
+  if (!stores.empty()) plan.write_back.emplace(stores);
+  const std::vector<TierOperation> loads = transfers_.TakeStartedLoads();
+  if (!loads.empty()) plan.load_back.emplace(loads);
 }
 
 bool Scheduler::HasPrefillWork() const {
@@ -132,7 +144,8 @@ bool Scheduler::HoldsTheLine(const Request& request) const {
 }
 
 WaitingScanInputs Scheduler::InputsOfScan(const Round& round) {
-  return WaitingScanInputs{.dropped_handles = coordinator_.device_pool().NumDroppedHandles(),
+  return WaitingScanInputs{.dropped_handles = coordinator_.device_pool().NumDroppedHandles() +
+                                              coordinator_.host_pool().NumDroppedHandles(),
                            .watched_arrivals = coordinator_.watch().num_arrivals(),
                            .book_version = book_.version(),
                            .budget = round.budget(),

@@ -18,7 +18,7 @@ namespace tokenspeed {
 
 // Everything that the outcome of a walk depends on, beside what only ever gets less.
 struct WaitingScanInputs {
-  uint64_t dropped_handles = 0;
+  uint64_t dropped_handles = 0;  // of both tiers
   uint64_t watched_arrivals = 0;
   uint64_t book_version = 0;
   int64_t budget = 0;

@@ -13,13 +13,21 @@ namespace tokenspeed::testing {
 void CacheWorkload::Run() {
   while (!bytes_.empty() && !::testing::Test::HasFailure()) {
     Step();
+    // Now and then only the host remembers.
+    if (Below(24) == 0) {
+      while (!requests_.empty()) Leave(0, true);
+      cache_.ClearDeviceCache();
+    }
     for (Request& request : requests_) CheckTables(request);
     CheckGauges();
   }
   while (!requests_.empty()) Leave(0, false);
+  while (!copies_.empty()) EndCopy(0);
   EXPECT_EQ(cache_.NumAvailableLcmBlocks(), cache_.device_pool().NumLcmBlocks());
-  EXPECT_TRUE(cache_.ClearDeviceCache());
+  EXPECT_EQ(cache_.NumHostPinnedBlocks(), 0);
+  EXPECT_TRUE(cache_.ClearCache());
   EXPECT_EQ(cache_.NumEmptyLcmBlocks(), cache_.device_pool().NumLcmBlocks());
+  EXPECT_EQ(cache_.host_pool().NumEmptyLcmBlocks(), cache_.host_pool().NumLcmBlocks());
 }
 
 int32_t CacheWorkload::Below(int32_t bound) {
@@ -40,15 +48,89 @@ std::vector<CacheGroupSpec> CacheWorkload::ChooseSpecs() {
   return all[static_cast<std::size_t>(Below(static_cast<int32_t>(all.size())))];
 }
 
+HostTier CacheWorkload::ChooseHost() {
+  const int32_t parents = Below(24);
+  return {.num_lcm_blocks = parents, .streams = parents > 0, .has_storage = false};
+}
+
 void CacheWorkload::Step() {
-  const int32_t choice = Below(9);
+  const int32_t choice = Below(12);
+  if (choice >= 9) return StepTiers();
   if (requests_.empty() || choice == 0) return Arrive();
   const auto i = static_cast<std::size_t>(Below(static_cast<int32_t>(requests_.size())));
   if (choice <= 5) return Advance(requests_[i]);
   if (choice == 6) return Leave(i, Below(4) > 0);
   if (choice == 7) return requests_[i].computed >= requests_[i].prompt ? Fork(requests_[i]) : Advance(requests_[i]);
   const bool clearable = cache_.CacheIsClearable();
-  EXPECT_EQ(cache_.ClearDeviceCache(), clearable);
+  if (Below(4) == 0) {
+    EXPECT_EQ(cache_.ClearCache(), clearable);
+  } else {
+    EXPECT_TRUE(cache_.ClearDeviceCache() || !clearable);
+  }
+}
+
+void CacheWorkload::StepTiers() {
+  if (copies_.empty() || Below(2) == 0) {
+    return StartStores(Below(2) == 0 ? SourceGuard::kPinnedUntilAck : SourceGuard::kStreamOrdered);
+  }
+  EndCopy(static_cast<std::size_t>(Below(static_cast<int32_t>(copies_.size()))));
+}
+
+void CacheWorkload::StartStores(SourceGuard guard) {
+  transfers_.StartPendingStores(guard);
+  for (TierOperation& operation : transfers_.TakeStartedStores()) {
+    Copy copy{.operation = std::move(operation), .is_store = true, .copied = {}};
+    for (const BlockTransfer& transfer : copy.operation.transfers) {
+      const auto [device, host] = Ends(transfer, true);
+      host_contents_.erase(host);
+      if (!copy.operation.source_pinned) copy.copied.push_back(contents_.at(device));
+    }
+    copies_.push_back(std::move(copy));
+  }
+}
+
+std::pair<CacheWorkload::Place, CacheWorkload::Place> CacheWorkload::Ends(const BlockTransfer& transfer,
+                                                                          bool is_store) const {
+  const int32_t shards = specs_[static_cast<std::size_t>(transfer.group_id)].shard_count;
+  EXPECT_EQ((transfer.source_id - transfer.destination_id) % shards, 0);
+  const Place source{transfer.group_id, transfer.source_id};
+  const Place destination{transfer.group_id, transfer.destination_id};
+  return is_store ? std::pair(source, destination) : std::pair(destination, source);
+}
+
+void CacheWorkload::StartLoad(Request& request, std::span<const PrefixHash> candidates) {
+  if (admitted_.load_pairs.empty()) return;
+  const int32_t first_page = admitted_.device_prefix_tokens / kPrefixGranularity;
+  const int32_t end_page = admitted_.host_prefix_tokens / kPrefixGranularity;
+  cache_.CacheFullBlocks(request.tables, candidates.subspan(first_page, end_page - first_page), request.epoch,
+                         first_page, BoundaryKind::kChunk);
+  transfers_.StartPrefixLoad(std::move(admitted_.load_pairs));
+  for (TierOperation& operation : transfers_.TakeStartedLoads()) {
+    Copy copy{.operation = std::move(operation), .is_store = false, .copied = {}};
+    for (const BlockTransfer& transfer : copy.operation.transfers) {
+      copy.copied.push_back(host_contents_.at(Ends(transfer, false).second));
+    }
+    copies_.push_back(std::move(copy));
+  }
+}
+
+void CacheWorkload::EndCopy(std::size_t i) {
+  const Copy copy = std::move(copies_[i]);
+  copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
+  for (std::size_t t = 0; t < copy.operation.transfers.size(); ++t) {
+    const auto [device, host] = Ends(copy.operation.transfers[t], copy.is_store);
+    if (copy.is_store) {
+      host_contents_[host] = copy.operation.source_pinned ? contents_.at(device) : copy.copied[t];
+      ++epochs_issued_;  // for its publication
+    } else {
+      EXPECT_EQ(host_contents_.at(host), copy.copied[t]);
+      EXPECT_EQ(contents_.at(device), copy.copied[t]);
+    }
+  }
+  for (int times = 0; times < 2; ++times) {
+    if (copy.is_store) transfers_.CompleteWriteBack(copy.operation.op_id);
+    if (!copy.is_store) transfers_.CompleteLoadBack(copy.operation.op_id, true);
+  }
 }
 
 void CacheWorkload::Arrive() {
@@ -65,9 +147,11 @@ void CacheWorkload::Arrive() {
   std::vector<PrefixHash> candidates;
   ExtendPrefixHashes(request.tokens, kPrefixGranularity, (request.prompt - 1) / kPrefixGranularity, candidates);
   const PrefixProbe probe = cache_.ProbePrefix(candidates);
-  const int32_t hit = probe.device_prefix_tokens();
+  const int32_t hit = probe.prefix_tokens();
   if (!Prefill(request, probe, hit, {})) return;
   hits_ += hit > 0 ? 1 : 0;
+  loads_ += admitted_.load_pairs.empty() ? 0 : 1;
+  StartLoad(request, candidates);
   candidates.resize(static_cast<std::size_t>(hit / kPrefixGranularity));
   request.hashes = candidates;
   requests_.push_back(std::move(request));
@@ -137,6 +221,7 @@ RequestProgress CacheWorkload::Progress(const Request& request, std::vector<Pref
   const BoundaryKind kind = request.computed == request.prompt ? BoundaryKind::kEndpoint : BoundaryKind::kChunk;
   RequestProgress progress = Completed(hashes, first_new, kind, request.computed, request.state_boundaries);
   progress.completed_pages->state_boundary_kind = BoundaryKind::kEndpoint;
+  progress.completed_pages->stream_completed_to_host = true;
   return progress;
 }
 
@@ -176,7 +261,7 @@ bool CacheWorkload::Decode(Request& request, const RequestProgress& progress) {
 bool CacheWorkload::Admit(Request& request, const PrefixProbe& probe, const std::vector<TokenDemand>& demands, const RequestProgress& progress) {
   const Image before = Snapshot(request);
   const auto epoch = request.epoch == 0 ? std::nullopt : std::optional(request.epoch);
-  const auto result = cache_.Admit(probe, request.tables, demands, progress, epoch);
+  auto result = cache_.Admit(probe, request.tables, demands, progress, epoch);
   if (!result) {
     ++refusals_;
     EXPECT_TRUE(before == Snapshot(request));
@@ -187,6 +272,13 @@ bool CacheWorkload::Admit(Request& request, const PrefixProbe& probe, const std:
   for (std::size_t g = 0; g < specs_.size(); ++g) {
     for (int32_t id : result->new_block_ids[g]) contents_.erase({static_cast<int32_t>(g), id});
   }
+  EXPECT_EQ(result->host_prefix_tokens, probe.prefix_tokens());
+  admitted_ = std::move(*result);
+  for (const LoadPair& pair : admitted_.load_pairs) {
+    const GroupAllocator& allocator = cache_.group(pair.source->group()).allocator();
+    contents_[{allocator.group(), allocator.BlockId(pair.destination)}] =
+        host_contents_.at({allocator.group(), allocator.BlockId(pair.source)});
+  }
   return true;
 }
 
@@ -195,17 +287,17 @@ void CacheWorkload::Write(Request& request, int32_t before, int32_t after) {
     const int32_t granularity = specs_[g].block_granularity;
     const bool state = specs_[g].kind == CacheGroupKind::kRecurrentState;
     for (int32_t slot = state ? (after - 1) / granularity : before / granularity; slot * granularity < after; ++slot) {
-      if (request.tables[g].blocks[slot]) contents_[Place(request, g, slot)] = Contents(request, slot, granularity, after);
+      if (request.tables[g].blocks[slot]) contents_[PlaceOf(request, g, slot)] = Contents(request, slot, granularity, after);
     }
   }
   request.computed = after;
 }
 
-std::vector<int32_t> CacheWorkload::Contents(const Request& request, int32_t slot, int32_t granularity, int32_t computed) {
+CacheWorkload::BlockContents CacheWorkload::Contents(const Request& request, int32_t slot, int32_t granularity, int32_t computed) {
   return {request.tokens.begin(), request.tokens.begin() + std::min((slot + 1) * granularity, computed)};
 }
 
-std::pair<int32_t, int32_t> CacheWorkload::Place(const Request& request, std::size_t g, int32_t slot) const {
+CacheWorkload::Place CacheWorkload::PlaceOf(const Request& request, std::size_t g, int32_t slot) const {
   return {static_cast<int32_t>(g), cache_.group(static_cast<int32_t>(g)).allocator().BlockId(request.tables[g].blocks[slot])};
 }
 
@@ -241,7 +333,7 @@ void CacheWorkload::CheckReadable(const Request& request, int32_t position) {
     if (first_read >= position) continue;  // a window of one token: the query reads its own row alone
     for (int32_t slot = std::max(0, first_read) / granularity; slot * granularity < position; ++slot) {
       ASSERT_TRUE(bool(request.tables[g].blocks[slot]));
-      EXPECT_EQ(contents_[Place(request, g, slot)], Contents(request, slot, granularity, position));
+      EXPECT_EQ(contents_[PlaceOf(request, g, slot)], Contents(request, slot, granularity, position));
     }
   }
 }
@@ -270,14 +362,15 @@ void CacheWorkload::CheckGauges() const {
 
 CacheWorkload::Image CacheWorkload::Snapshot(const Request& request) const {
   Image image;
-  const BlockPool& pool = cache_.device_pool();
-  image.emplace_back(-1, pool.NumEmptyLcmBlocks(), request.computed, 0, request.epoch, 0, false);
-  for (int32_t parent = 1; parent <= pool.NumLcmBlocks(); ++parent) {
-    for (CacheBlockLocation location : pool.OccupiedLocations(parent)) {
-      const int32_t group = pool.BoundGroup(parent);
-      const auto metadata = cache_.group(group).index().MetadataFor(pool, location).value_or(PrefixEntryMetadata());
-      image.emplace_back(group, parent, location.slot_index, pool.UseCount(location), metadata.last_access_epoch,
-                         static_cast<int32_t>(metadata.boundary_kind), metadata.was_acquired);
+  for (const BlockPool* pool : {&cache_.device_pool(), &cache_.host_pool()}) {
+    image.emplace_back(-1, pool->NumEmptyLcmBlocks(), request.computed, 0, request.epoch, 0, false);
+    for (int32_t parent = 1; parent <= pool->NumLcmBlocks(); ++parent) {
+      for (CacheBlockLocation location : pool->OccupiedLocations(parent)) {
+        const int32_t group = pool->BoundGroup(parent);
+        const auto metadata = cache_.group(group).index().MetadataFor(*pool, location).value_or(PrefixEntryMetadata());
+        image.emplace_back(group, parent, location.slot_index, pool->UseCount(location), metadata.last_access_epoch,
+                           static_cast<int32_t>(metadata.boundary_kind), metadata.was_acquired);
+      }
     }
   }
   for (const BlockTable& table : request.tables) {

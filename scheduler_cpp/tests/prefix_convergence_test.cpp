@@ -42,7 +42,7 @@ class CachedGroups {
     }
   }
 
-  ConvergedPrefix Converge() const { return ConvergePrefix(groups_, pool_, keys_, pages_, prefix_granularity_); }
+  ConvergedPrefix Converge() const { return ConvergePrefix(groups_, {pool_}, keys_, pages_, prefix_granularity_); }
 
   // The largest boundary that every group supports, by trying all of them.
   int32_t LongestCommon() const {

@@ -27,7 +27,7 @@ class Cached {
   }
 
   PrefixMask Match(const MatchRule& rule) const { return Match(rule, static_cast<int32_t>(keys_.size())); }
-  PrefixMask Match(const MatchRule& rule, int32_t end) const { return MatchPrefix(rule, index_, pool_, keys_, end); }
+  PrefixMask Match(const MatchRule& rule, int32_t end) const { return MatchPrefix(rule, index_, pool_, keys_, end, nullptr); }
   std::vector<PrefixCacheIndex::Candidate> Entries() const { return index_.EvictableCandidates(pool_); }
   bool Has(int32_t slot) const { return index_.Contains(pool_, keys_[slot]); }
 

@@ -53,13 +53,22 @@ class SimulatedDevice:
 
     def run(self, step: Step) -> list[Landing]:
         """Executes a plan; returns what must be landed, in row order."""
+        self.zero(step)
+        self.copy(step)
+        return self.forward(step)
+
+    def zero(self, step: Step) -> None:
         for name, blocks in step.zeroed.items():
             group = int(name[1:])
             for block in blocks:
                 for row in range(self.granularity(group)):
                     self.rows.pop((group, block, row), None)
+
+    def copy(self, step: Step) -> None:
         for name, copies in step.copied.items():
             self._copy(int(name[1:]), copies)
+
+    def forward(self, step: Step) -> list[Landing]:
         landings = []
         for index, (request_id, slot) in enumerate(zip(step.ids, step.batch.request_pool_indices, strict=True)):
             tables = [step.row(request_id, group) for group in range(len(self.groups))]

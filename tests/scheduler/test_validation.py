@@ -54,7 +54,8 @@ WINDOW = {"retention": CacheRetention.SlidingWindow, "sliding_window_tokens": 4}
         ("max_overtaken_rounds", -1, "max_overtaken_rounds must be >= 0, got -1"),
         ("enable_l3_storage", True, "enable_l3_storage"),
         ("cache_groups", [], "cache_groups"),
-        ("num_host_pages", 2, "not supported yet"),
+        ("num_host_pages", -1, "num_host_pages must be >= 0, got -1"),
+        ("num_host_pages", 2**31 - 1, "num_host_pages"),
     ],
 )
 def test_a_wrong_field_is_named(field: str, value: object, words: str) -> None:
@@ -182,7 +183,7 @@ def test_unknown_groups_and_uneven_storage_lists_are_refused() -> None:
         with pytest.raises(IndexError, match="nope"):
             query("nope")
     for register in (s.scheduler.register_storage_keys, s.scheduler.unregister_storage_keys):
-        register(["g0"], ["h"], [0])
+        register(["g0"], ["0" * 64], [0])
         with pytest.raises(ValueError, match="same length"):
             register(["g0"], [], [0])
 

@@ -11,6 +11,7 @@ from tokenspeed_jax.scheduler import ExecutionEvent, ForwardEvent, RequestSpec, 
 
 from .scenario import Group, Step, extend_result, make_config, named, reserve, spec
 from .simulated_device import DeviceRequest, Landing, SimulatedDevice, prefix_identities
+from .simulated_tiers import load_backs, write_backs
 from .table_follower import TableFollower
 
 P = 4
@@ -148,6 +149,7 @@ class Workload:
         assert step.replays == batch.extend_replay_lens
         assert (step.tables, step.zeroed) == (self.follower.follow(twin), twin.pages_to_zero)
         assert step.copied == twin.pages_to_copy
+        assert (write_backs(step), load_backs(step)) == (write_backs(twin), load_backs(twin))
         if self.scheduler.num_retractions() > retractions:
             self.notice_readmissions(step)
         self.takers = self.find_takers(step)
@@ -155,8 +157,14 @@ class Workload:
         self.check_tables(step)
         for request_id in step.ids:
             self.live[request_id].in_flight += 1
-        self.pending.append(self.device.run(step))
+        self.execute(step)
         return step
+
+    def execute(self, step: Step) -> None:
+        self.pending.append(self.device.run(step))
+
+    def settle(self) -> None:
+        """What must happen after the last request, before everything is back."""
 
     def notice_readmissions(self, step: Step) -> None:
         """Requests that gave way in this very round and were then granted what another one gave up."""
@@ -215,6 +223,7 @@ class Workload:
         assert not self.live, f"still live: { ({r: self.state(r) for r in self.live}) }"
         while self.pending:
             self.land()
+        self.settle()
         for scheduler in self.schedulers:
             scheduler.next_execution_plan()
             assert scheduler.waiting_size() == scheduler.prefilling_size() == scheduler.decoding_size() == 0

@@ -1,0 +1,61 @@
+"""A decode worker with a host tier: retraction snapshots are all that it is used for (scenario S-PD9)."""
+
+from tokenspeed_jax.scheduler import Cache
+
+from .peers import DecodeWorker
+from .scenario import FULL, Scenario, extend_result
+
+TWO_FULL = (FULL, FULL)
+
+
+def acknowledge(s: Scenario, *op_ids: int) -> None:
+    for op_id in op_ids:
+        event = Cache.WriteBackDoneEvent()
+        event.op_id = op_id
+        s.advance(event)
+
+
+def test_pd9_a_retracted_request_recovers_from_its_snapshot_locally_and_alone() -> None:
+    s = DecodeWorker(TWO_FULL, 12, num_host_pages=33)
+    s.start("r1", 4)
+    s.start("r2", 4)
+    for request_id in ("r1", "r2"):
+        step = s.plan()
+        assert step.landing is not None
+        assert (step.landing.ids, step.plan.cache) == ([request_id], [])
+    s.done("r1")
+    s.done("r2")
+    for token in (1, 2):
+        step = s.plan()
+        assert (step.ids, step.plan.cache) == (["r1", "r2"], [])  # no continuous streaming on this role
+        s.advance(extend_result("r1", [token]), extend_result("r2", [token]))
+    step = s.plan()
+    assert (step.ids, s.scheduler.num_retractions()) == ([], 1)
+    (write_back,) = step.plan.cache
+    assert write_back.source_pinned == [False]
+    acknowledge(s, *write_back.op_ids)
+    assert s.plan().ids == ["r2"]
+    s.start("new", 2)
+    s.land("r2", 3)
+    step = s.plan()
+    # The readmission does not fit beside r2: new prompts wait for it, decodes do not.
+    assert (step.ids, step.landing) == (["r2"], None)
+    s.land("r2", 4)
+    s.finish("r2")
+    # What r1 left on the device must be gone, or nothing has to be loaded.
+    assert s.scheduler.clear_l1_cache()
+    step = s.plan()
+    assert (step.ids, step.landing) == (["r1"], None)
+    (load_back,) = step.plan.cache
+    # 4 prompt tokens and 3 more, of which 6 are in whole pages: three pages of two groups.
+    assert [len(pages) for pages in load_back.dst_pages] == [6]
+    assert (step.prefixes, step.inputs, step.batch.prefill_lengths) == ([6], [1], [7])
+    assert not s.scheduler.pd_transfer_pinned("r1")
+    assert s.scheduler.remote_prefilling_size() == 0
+    (op_id,) = load_back.op_ids
+    s.advance(Cache.LoadBackDoneEvent(op_id, True))
+    s.land("r1", 5)
+    step = s.plan()
+    assert step.ids == ["r1"]
+    assert step.landing is not None
+    assert step.landing.ids == ["new"]
