@@ -98,6 +98,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("cache", [](const ExecutionPlan&) { return py::list(); })
       .def_property_readonly("remote_decode", [](const ExecutionPlan&) { return py::none(); })
       .def_property_readonly("remote_prefill", [](const ExecutionPlan&) { return py::none(); })
+      .def_readonly("round_number", &ExecutionPlan::round_number)
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)
       .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.");
 }

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "core/exclusive.h"
 #include "scheduler/scheduler.h"
 
 namespace py = pybind11;
@@ -20,27 +20,18 @@ namespace py = pybind11;
 namespace tokenspeed {
 namespace {
 
-// The scheduler behind a guard: planning releases the interpreter lock, and a second call meanwhile must be refused
-// rather than corrupt it.
+// Planning releases the interpreter lock, so a second call may come meanwhile.
 class GuardedScheduler {
  public:
-  explicit GuardedScheduler(SchedulerConfig config) : scheduler_(std::move(config)) {}
+  explicit GuardedScheduler(SchedulerConfig config) : scheduler_("Scheduler", std::move(config)) {}
 
   template <typename Call>
-  auto Use(Call&& call) {
-    if (busy_.test_and_set()) throw std::runtime_error("calls on one Scheduler must not overlap");
-    const Release release{busy_};
-    return call(scheduler_);
+  decltype(auto) Use(Call&& call) {
+    return scheduler_.Use(std::forward<Call>(call));
   }
 
  private:
-  struct Release {
-    std::atomic_flag& busy;
-    ~Release() { busy.clear(); }
-  };
-
-  Scheduler scheduler_;
-  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  Exclusive<Scheduler> scheduler_;
 };
 
 // Turns a method of Scheduler into one of GuardedScheduler.
@@ -78,10 +69,12 @@ std::span<const int32_t> Entries(const char* name, const IntArray& array) {
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
-void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens) {
+void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens,
+                 int64_t round_number) {
   const RowResults rows{.slots = Entries("slots", slots),
                         .token_counts = Entries("token_counts", token_counts),
-                        .tokens = Entries("tokens", tokens)};
+                        .tokens = Entries("tokens", tokens),
+                        .round = round_number};
   self.Use([&](Scheduler& scheduler) { scheduler.AdvanceRows(rows); });
 }
 
@@ -100,6 +93,11 @@ std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<int32
     GuardedScheduler& self, const std::vector<std::string>& content_hashes) {
   auto keys = self.Use([&](Scheduler& scheduler) { return scheduler.ExpandPrefixKeys(content_hashes); });
   return {std::move(keys.group_ids), std::move(keys.content_hashes), std::move(keys.page_offsets)};
+}
+
+int32_t TokenSize(GuardedScheduler& self, const py::str& request_id) {
+  const std::string id = Utf8(request_id);
+  return self.Use([&](Scheduler& scheduler) { return scheduler.RequestTokenSize(id); });
 }
 
 // Without an external store there is no key set to change; a malformed call is refused all the same.
@@ -121,9 +119,10 @@ void BindSteps(SchedulerClass& scheduler) {
       .def("next_execution_plan", &NextPlan)
       .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
       .def("advance_rows", &AdvanceRows, py::arg("slots").noconvert(),
-           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert())
+           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert(), py::arg("round_number") = kAnyRound)
       .def("finish_rows", &FinishRows, py::arg("slots").noconvert())
-      .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
+      .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents))
+      .def("dropped_kv_events", Guarded(&Scheduler::DroppedResidencyEvents));
 }
 
 void BindGauges(SchedulerClass& scheduler) {
@@ -134,7 +133,7 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("empty_lcm_blocks", Guarded(&Scheduler::EmptyLcmBlocks))
       .def("active_lcm_blocks", Guarded(&Scheduler::ActiveLcmBlocks))
       .def("available_lcm_blocks", Guarded(&Scheduler::AvailableLcmBlocks))
-      .def("request_token_size", Guarded(&Scheduler::RequestTokenSize), py::arg("request_id"))
+      .def("request_token_size", &TokenSize, py::arg("request_id"))
       .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
       .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
       .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"));

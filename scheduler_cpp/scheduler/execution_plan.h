@@ -14,6 +14,7 @@
 namespace tokenspeed {
 
 struct ExecutionPlan {
+  int64_t round_number = 0;  // counts from 1; tells a result of this plan from those of others
   // Shared with whoever reads it, so that views into a batch may outlive the plan.
   std::shared_ptr<ForwardBatch> forward = std::make_shared<ForwardBatch>();
   // Ids taken from the pool this round, per group, in order of acquisition; hits are not among them.

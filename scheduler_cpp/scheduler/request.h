@@ -23,6 +23,7 @@
 #include "scheduler/request_slot_pool.h"
 #include "scheduler/request_spec.h"
 #include "scheduler/reserve.h"
+#include "scheduler/rows_out.h"
 
 namespace tokenspeed {
 
@@ -46,7 +47,7 @@ class RequestResources {
   void RefreshIds();
 
   CacheProgress progress;
-  int32_t results_in_flight = 0;
+  RowsOut rows_out;
   int64_t covered_tokens = 0;  // tokens that admissions have made room for, reserves left aside
 
  private:
@@ -113,7 +114,8 @@ class Request {
   void StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve);
   void ContinuePrefill(PrefillWindow window, int32_t next_reserve);
   void StartDecode(int32_t next_reserve);
-  void Land(std::span<const int32_t> tokens);
+  // `round` as in RowOfResult; that row is out no more.
+  void Land(std::span<const int32_t> tokens, int64_t round);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
   // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for
   // others' sake from one that the executor asked for.
@@ -125,7 +127,7 @@ class Request {
   // for ever.
   bool yields() const { return yields_; }
 
-  uint64_t last_round = 0;  // number of the last round that scheduled the request
+  int64_t last_round = 0;  // number of the last round that scheduled the request
   bool decode_blocked = false;  // its last decode step did not fit
   // Rounds in which it waited while one behind it was admitted, since its prompt was last complete. An unfinished
   // prompt that gives way keeps the count: it has not got what it waited for.

@@ -125,12 +125,12 @@ AdmissionOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Req
       chunk_rules_.ChunkTokens(hit, /*resumes_hit=*/true, request.prefill_size() - hit, budget, promotion));
   if (chunk == 0) return AdmissionOutcome::kNotNow;
 
-  DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
   const auto admitted = coordinator_.Admit(probe, tables, Demands(hit, chunk, reserve), RequestProgress{});
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
+  DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   AppendFresh(fresh, admitted->new_block_ids);
   auto resources = std::make_unique<RequestResources>(coordinator_, slots_.Take(), std::move(tables));
   CacheProgress& progress = resources->progress;

@@ -19,7 +19,7 @@ namespace tokenspeed {
 
 class Round {
  public:
-  Round(const SchedulerConfig& config, uint64_t number)
+  Round(const SchedulerConfig& config, int64_t number)
       : number_(number),
         max_rows_(static_cast<std::size_t>(config.max_batch_size)),
         decode_width_(config.decode_input_tokens),
@@ -51,9 +51,10 @@ class Round {
 
  private:
   const ForwardBatch& batch() const { return *plan_.forward; }
-  void Account(Request& request, int32_t input_tokens);
+  // `most_tokens`: that the result of the row can have.
+  void Account(Request& request, int32_t input_tokens, int32_t most_tokens);
 
-  uint64_t number_;
+  int64_t number_;
   std::size_t max_rows_;
   int32_t decode_width_;
   int64_t budget_;

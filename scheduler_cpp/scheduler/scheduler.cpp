@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "scheduler/event_rules.h"
+#include "scheduler/identifier.h"
 
 namespace tokenspeed {
 namespace {
@@ -49,21 +50,28 @@ DeviceMutationSink SinkFor(std::optional<ResidencyLedger>& ledger) {
   return [&ledger](const CacheKey& key, DeviceMutation) { ledger->Mark(key.content_hash); };
 }
 
+std::string EventNumber(std::size_t index, std::size_t count) {
+  return " (event " + std::to_string(index) + " of a batch of " + std::to_string(count) + ")";
+}
+
 }  // namespace
 
 Scheduler::Scheduler(SchedulerConfig config)
     : config_(Checked(std::move(config))),
       group_ids_(GroupIds(config_)),
       max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
-      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>() : std::nullopt),
+      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>(config_.max_kv_events) : std::nullopt),
       coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
       slots_(config_.max_batch_size),
       admission_(config_, coordinator_, slots_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
   std::unordered_set<std::string_view> ids;
-  for (const RequestSpec& spec : specs) {
-    const std::string who = "request '" + spec.request_id + "': ";
+  for (std::size_t index = 0; index < specs.size(); ++index) {
+    const RequestSpec& spec = specs[index];
+    const std::string entry = "request_specs entry " + std::to_string(index);
+    ValidateId(entry + ": request_id", spec.request_id);
+    const std::string who = entry + " (request '" + spec.request_id + "'): ";
     if (spec.tokens.empty()) throw std::invalid_argument(who + "tokens must not be empty");
     if (book_.Contains(spec.request_id)) throw std::invalid_argument(who + "request_id is already in use");
     if (!ids.insert(spec.request_id).second) throw std::invalid_argument(who + "request_id occurs twice");
@@ -93,12 +101,24 @@ void Scheduler::SetWeightVersion(std::string weight_version) {
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
-  EventRules rules(book_, max_single_request_tokens_);
+  EventRules rules(book_, late_results_, max_single_request_tokens_);
   std::vector<Request*> targets;
   targets.reserve(event.events.size());
-  for (const SchedulerEvent& one : event.events) targets.push_back(rules.Judge(one));
+  for (std::size_t index = 0; index < event.events.size(); ++index) {
+    try {
+      targets.push_back(rules.Judge(event.events[index]));
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(error.what() + EventNumber(index, event.events.size()));
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(error.what() + EventNumber(index, event.events.size()));
+    }
+  }
   for (std::size_t index = 0; index < targets.size(); ++index) {
-    if (targets[index] != nullptr) Apply(*targets[index], event.events[index]);
+    if (targets[index] != nullptr) {
+      Apply(*targets[index], event.events[index]);
+    } else if (const auto* late = std::get_if<ExtendResultEvent>(&event.events[index])) {
+      late_results_.Arrive(late->request_id, late->round_number);
+    }
   }
 }
 
@@ -107,7 +127,7 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
       [&](const auto& typed) {
         using Event = std::decay_t<decltype(typed)>;
         if constexpr (std::is_same_v<Event, ExtendResultEvent>) {
-          request.Land(typed.tokens);
+          request.Land(typed.tokens, typed.round_number);
         } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
@@ -116,7 +136,7 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
           Finish(request);
         } else {
           // Abort, PD failure and PD success; the rules let nothing else through.
-          book_.Move(request, [](Request& moved) { moved.Finish(); });
+          End(request);
         }
       },
       event);
@@ -124,17 +144,27 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
 
 void Scheduler::Finish(Request& request) {
   if (request.IsResident()) admission_.PublishAtFinish(request);
+  End(request);
+}
+
+void Scheduler::End(Request& request) {
+  if (request.IsResident()) late_results_.Expect(request);
   book_.Move(request, [](Request& moved) { moved.Finish(); });
 }
 
 void Scheduler::AdvanceRows(const RowResults& rows) {
-  const std::vector<Request*> requests = JudgeRows(book_, rows);
+  if (rows.round < kAnyRound || rows.round > round_number_) {
+    throw std::invalid_argument("advance_rows: round_number must be in [0, " + std::to_string(round_number_) +
+                                "], got " + std::to_string(rows.round));
+  }
+  const std::vector<Request*> requests = JudgeRows(book_, late_results_, rows);
   std::span<const int32_t> tokens = rows.tokens;
   for (std::size_t row = 0; row < requests.size(); ++row) {
     const auto count = static_cast<std::size_t>(rows.token_counts[row]);
-    requests[row]->Land(tokens.first(count));
+    if (requests[row] != nullptr) requests[row]->Land(tokens.first(count), rows.round);
     tokens = tokens.subspan(count);
   }
+  late_results_.CloseRound(rows.round);
 }
 
 void Scheduler::FinishRows(std::span<const int32_t> slots) {
@@ -201,6 +231,15 @@ std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_
 }
 
 Scheduler::PrefixKeys Scheduler::ExpandPrefixKeys(std::span<const std::string> content_hashes) const {
+  int64_t keys_per_page = 0;
+  for (const CacheGroupConfig& group : config_.cache_groups) {
+    keys_per_page += config_.prefix_granularity / group.block_granularity;
+  }
+  if (static_cast<int64_t>(content_hashes.size()) > kMaxPrefixKeys / keys_per_page) {
+    throw std::invalid_argument("content_hashes: " + std::to_string(content_hashes.size()) + " pages of " +
+                                std::to_string(keys_per_page) + " block keys are more than " +
+                                std::to_string(kMaxPrefixKeys) + " keys");
+  }
   PrefixKeys keys;
   for (const CacheGroupConfig& group : config_.cache_groups) {
     const int32_t blocks_per_page = config_.prefix_granularity / group.block_granularity;

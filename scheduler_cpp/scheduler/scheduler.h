@@ -28,6 +28,7 @@
 #include "scheduler/capacity_model.h"
 #include "scheduler/execution_event.h"
 #include "scheduler/execution_plan.h"
+#include "scheduler/late_results.h"
 #include "scheduler/request_admission.h"
 #include "scheduler/request_book.h"
 #include "scheduler/request_slot_pool.h"
@@ -47,19 +48,23 @@ class Scheduler {
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
-  // All or nothing. Throws std::invalid_argument.
+  // All or nothing. Throws std::invalid_argument naming the entry.
   void SubmitRequests(std::vector<RequestSpec> specs);
   // Requests submitted from now on share prefixes only with those submitted under the same version; running requests
   // keep theirs. Throws std::invalid_argument.
   void SetWeightVersion(std::string weight_version);
   ExecutionPlan NextExecutionPlan();
-  // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
+  // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state, and
+  // std::invalid_argument for one with a wrong value; the text ends with the number of the event.
   void Advance(const ExecutionEvent& event);
-  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. Rows
-  // of requests that have ended are to be left out. All or nothing; they throw what JudgeRows and JudgeFinishes throw.
+  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. With
+  // a round these are all its results that will ever come; those of requests that have ended may be left out. All or
+  // nothing; they throw what JudgeRows and JudgeFinishes throw.
   void AdvanceRows(const RowResults& rows);
   void FinishRows(std::span<const int32_t> slots);
   std::vector<ResidencyEvent> DrainResidencyEvents();
+  // Residency events dropped since the start because too many waited for a drain.
+  int64_t DroppedResidencyEvents() const { return ledger_.has_value() ? ledger_->num_dropped() : 0; }
 
   int32_t WaitingSize() const;
   int32_t PrefillingSize() const;
@@ -90,7 +95,8 @@ class Scheduler {
     std::vector<std::string> content_hashes;
     std::vector<int32_t> page_offsets;
   };
-  // All block keys of these prefix pages, group by group.
+  static constexpr int64_t kMaxPrefixKeys = 1 << 24;
+  // All block keys of these prefix pages, group by group. Throws std::invalid_argument for more than kMaxPrefixKeys.
   PrefixKeys ExpandPrefixKeys(std::span<const std::string> content_hashes) const;
 
  private:
@@ -138,6 +144,8 @@ class Scheduler {
 
   void Apply(Request& request, const SchedulerEvent& event);
   void Finish(Request& request);
+  // Lets go of everything the request holds; what it has out will be dropped when it comes in.
+  void End(Request& request);
 
   SchedulerConfig config_;
   std::vector<std::string> group_ids_;
@@ -146,9 +154,10 @@ class Scheduler {
   CacheCoordinator coordinator_;  // before the book: requests hold blocks
   RequestSlotPool slots_;
   RequestBook book_;
+  LateResults late_results_;
   RequestAdmission admission_;
   StallWatch stall_watch_;
-  uint64_t round_number_ = 0;
+  int64_t round_number_ = 0;
   int64_t num_retractions_ = 0;
 };
 

@@ -11,12 +11,20 @@ namespace {
 
 // A pool keeps a record per parent from the start. No device has this many; a slip of the pen may.
 constexpr int32_t kMaxLcmBlocks = 1 << 26;
+// The same for request-pool slots.
+constexpr int32_t kMaxBatchSize = 1 << 20;
 
 [[noreturn]] void Refuse(const std::string& complaint) { throw std::invalid_argument(complaint); }
 
 void RequireAtLeast(const char* field, int64_t value, int64_t least) {
   if (value < least) {
     Refuse(std::string(field) + " must be >= " + std::to_string(least) + ", got " + std::to_string(value));
+  }
+}
+
+void RequireAtMost(const char* field, int64_t value, int64_t most) {
+  if (value > most) {
+    Refuse(std::string(field) + " must be <= " + std::to_string(most) + ", got " + std::to_string(value));
   }
 }
 
@@ -120,13 +128,16 @@ void SchedulerConfig::Validate() const {
     Refuse("num_device_pages must be > 1: the device cache needs a usable parent beside the reserved id 0, got " +
            std::to_string(num_device_pages));
   }
-  if (num_device_pages > kMaxLcmBlocks) {
-    Refuse("num_device_pages must be <= " + std::to_string(kMaxLcmBlocks) + ", got " +
-           std::to_string(num_device_pages));
-  }
+  RequireAtMost("num_device_pages", num_device_pages, kMaxLcmBlocks);
   RequireAtLeast("max_batch_size", max_batch_size, 1);
+  RequireAtMost("max_batch_size", max_batch_size, kMaxBatchSize);
   if (role == Role::kFused) {
     RequireAtLeast("decode_input_tokens", decode_input_tokens, 1);
+  }
+  if (role != Role::kPrefill) {
+    // No decode step would ever fit a round.
+    RequireAtMost("decode_input_tokens", decode_input_tokens,
+                  max_scheduled_tokens);
   }
   for (const CacheGroupConfig& group : cache_groups) {
     const int64_t ids = (int64_t{num_device_pages} - 1) * group.cache_blocks_per_lcm_block + 1;
@@ -141,6 +152,7 @@ void SchedulerConfig::Validate() const {
   }
   RequireAtLeast("prefix_replay_tokens", prefix_replay_tokens, 0);
   RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
+  RequireAtLeast("max_kv_events", max_kv_events, 1);
   ValidateChainKey("weight_version", weight_version);
   if (enable_l3_storage && !HasHostCache()) {
     Refuse("enable_l3_storage needs a host cache: num_host_pages > 1 and disable_l2_cache False");

@@ -38,6 +38,8 @@ struct SchedulerConfig {
   int32_t prefix_replay_tokens = 0;
   // Rounds in which a waiting request that does not fit may be passed by those behind it, before it holds the line.
   int32_t max_overtaken_rounds = 64;
+  // Stored boundaries that may wait for a drain of the residency events; more are not reported, but counted.
+  int32_t max_kv_events = 16384;
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }

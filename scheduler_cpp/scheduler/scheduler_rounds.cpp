@@ -8,6 +8,7 @@ namespace tokenspeed {
 
 ExecutionPlan Scheduler::NextExecutionPlan() {
   book_.Reap();
+  if (ledger_.has_value()) ledger_->Trim(coordinator_);
   Round round(config_, ++round_number_);
   if (config_.enable_mixed_prefill_decode) {
     const int64_t kept_for_prefill = HasPrefillWork() ? admission_.MinPrefillTokens() : 0;
@@ -34,7 +35,7 @@ bool Scheduler::HasPrefillWork() const {
 
 bool Scheduler::AnyResultOut() const {
   for (const auto& [rank, request] : book_.resident()) {
-    if (request->resources().results_in_flight > 0) return true;
+    if (!request->resources().rows_out.empty()) return true;
   }
   return false;
 }
