@@ -101,7 +101,7 @@ void Scheduler::SetWeightVersion(std::string weight_version) {
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
-  EventRules rules(book_, late_results_, max_single_request_tokens_);
+  EventRules rules(book_, late_results_, std::min(max_single_request_tokens_, config_.max_scheduled_tokens));
   std::vector<Request*> targets;
   targets.reserve(event.events.size());
   for (std::size_t index = 0; index < event.events.size(); ++index) {

@@ -238,17 +238,18 @@ def test_a_result_after_the_executor_said_that_the_forward_was_not_run(twins: Tw
     twins.run_out()
 
 
-@pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, 64])
-def test_reserves_that_are_negative_huge_or_over_the_pool(value: int) -> None:
-    twins = Twins([FULL], usable=31)
-    assert twins.victim.max_single_request_tokens() == 62
+@pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, "one over"])
+@pytest.mark.parametrize(("groups", "usable", "most"), [([FULL], 31, 62), ([FULL], 63, 64), ([swa(4)], 31, 64)])
+def test_reserves_that_are_negative_huge_or_over_the_budget(
+    groups: list[Group], usable: int, most: int, value: int | str
+) -> None:
+    twins = Twins(groups, usable)
     twins.submit("a", range(4))
     twins.plan()
     twins.land("a", 7)
     twins.plan()
-    if value == 64:
-        value = 63
-    words = rf"request 'a' must be in \[0, 62\], got {value} \(event 1 of a batch of 2\)"
+    value = most + 1 if isinstance(value, str) else value
+    words = rf"request 'a' must be in \[0, {most}\], got {value} \(event 1 of a batch of 2\)"
     twins.refused(ValueError, words, advance(result("a", [8]), reserve("a", value)))
     twins.land("a", 8)
     twins.run_out()
