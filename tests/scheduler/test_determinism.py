@@ -1,4 +1,4 @@
-"""The same calls give byte-identical plans, in another process with other hash seeds and another memory layout (I53)."""
+"""The same calls give byte-identical plans, also in a process with other hash seeds and another memory layout (I53)."""
 
 import os
 import random
