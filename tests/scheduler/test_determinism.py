@@ -26,7 +26,7 @@ def digests(seed: int) -> str:
     from .workload import Workload
 
     whole = hashlib.sha256()
-    for which, groups in enumerate(GROUP_SETS):
+    for which, groups in enumerate(GROUP_SETS[::2]):
         source = random.Random(seed * 1000 + which)
         work = Workload(
             groups,

@@ -239,7 +239,7 @@ def test_a_result_after_the_executor_said_that_the_forward_was_not_run(twins: Tw
 
 
 @pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1, "one over"])
-@pytest.mark.parametrize(("groups", "usable", "most"), [([FULL], 31, 62), ([FULL], 63, 64), ([swa(4)], 31, 64)])
+@pytest.mark.parametrize(("groups", "usable", "most"), [([FULL], 31, 62), ([FULL], 63, 64), ([swa(4)], 63, 64)])
 def test_reserves_that_are_negative_huge_or_over_the_budget(
     groups: list[Group], usable: int, most: int, value: int | str
 ) -> None:
