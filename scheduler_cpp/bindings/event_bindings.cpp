@@ -17,7 +17,8 @@ void BindForwardEvents(py::module_& module) {
   py::module_ forward = module.def_submodule("ForwardEvent", "What became of scheduled forwards.");
   py::class_<ExtendResultEvent>(forward, "ExtendResult", "One scheduled forward landed.")
       .def(py::init<>())
-      .def_property("request_id", TextGetter(&ExtendResultEvent::request_id), TextSetter(&ExtendResultEvent::request_id))
+      .def_property("request_id", TextGetter(&ExtendResultEvent::request_id),
+                    TextSetter(&ExtendResultEvent::request_id))
       .def_readwrite("tokens", &ExtendResultEvent::tokens)
       .def_readwrite("round_number", &ExtendResultEvent::round_number)
       .def_readwrite("spec_candidate_ids", &ExtendResultEvent::spec_candidate_ids);
@@ -33,7 +34,8 @@ void BindForwardEvents(py::module_& module) {
   py::class_<UpdateReserveNumTokensEvent>(forward, "UpdateReserveNumTokens",
                                           "Tokens that the next decode step must grow by.")
       .def(py::init<>())
-      .def_property("request_id", TextGetter(&UpdateReserveNumTokensEvent::request_id), TextSetter(&UpdateReserveNumTokensEvent::request_id))
+      .def_property("request_id", TextGetter(&UpdateReserveNumTokensEvent::request_id),
+                    TextSetter(&UpdateReserveNumTokensEvent::request_id))
       .def_readwrite("reserve_num_tokens_in_next_schedule_event",
                      &UpdateReserveNumTokensEvent::reserve_num_tokens_in_next_schedule_event);
 }

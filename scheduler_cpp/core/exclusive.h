@@ -1,5 +1,5 @@
-// Exclusive: an object that one call at a time may use. A second call meanwhile is refused rather than queued, for it is
-// a mistake of the caller: waiting would hide it, and corruption would be worse.
+// Exclusive: an object that one call at a time may use. A second call meanwhile is refused rather than queued, for it
+// is a mistake of the caller: waiting would hide it, and corruption would be worse.
 //
 // Invariants: at most one call is inside; a refused call has touched nothing; a call that throws leaves it free.
 // Thread safety: Use may be called from any thread. Costs: one atomic exchange and one store a call, no lock.

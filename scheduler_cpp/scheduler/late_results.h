@@ -5,8 +5,8 @@
 // - A row is expected from the end of its request until its result arrives, or until all results of its round are in.
 // - Every row gets one result, and those of one id come in the order of its rows, whichever requests they were planned
 //   for. So a result that names no round belongs to the oldest row expected under its id, before any of a live request.
-// - At most kMostExpected rows are expected; beyond that the rows of the oldest round are written off. Only a caller that
-//   ends requests again and again and never delivers what is out gets there.
+// - At most kMostExpected rows are expected; beyond that the rows of the oldest round are written off. Only a caller
+//   that ends requests again and again and never delivers what is out gets there.
 //
 // Thread safety: none. Costs: O(1) for an id without such rows; else O(rows of the round, log rounds).
 

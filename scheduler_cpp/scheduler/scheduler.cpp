@@ -60,7 +60,8 @@ Scheduler::Scheduler(SchedulerConfig config)
     : config_(Checked(std::move(config))),
       group_ids_(GroupIds(config_)),
       max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
-      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>(config_.max_kv_events) : std::nullopt),
+      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>(config_.max_kv_events)
+                                             : std::nullopt),
       coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_)),
       slots_(config_.max_batch_size),
       admission_(config_, coordinator_, slots_, book_, ledger_.has_value() ? &*ledger_ : nullptr) {}

@@ -300,7 +300,8 @@ void CallSequence::Drain() {
       Require(published_.insert(stored->block_hashes.at(0)).second, "nothing is stored twice");
       ++num_stored;
     } else {
-      Require(published_.erase(std::get<BlockRemovedEvent>(event).block_hashes.at(0)) == 1, "only the stored is removed");
+      const uint64_t removed = std::get<BlockRemovedEvent>(event).block_hashes.at(0);
+      Require(published_.erase(removed) == 1, "only the stored is removed");
     }
   }
   Require(num_stored <= static_cast<std::size_t>(config_.max_kv_events), "a drain is bounded");

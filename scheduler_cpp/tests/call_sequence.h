@@ -1,11 +1,11 @@
 // CallSequence: a scheduler driven through its C++ face by a string of bytes, by right and by wrong calls alike.
 //
-// The bytes choose the configuration, the requests (which share prefixes, ids and salts), when to plan, which results to
-// land in which form and order, and what else happens: endings, retractions, clears, new weights, drains, wrong calls.
+// The bytes choose the configuration, the requests (which share prefixes, ids and salts), when to plan, which results
+// to land in which form and order, and what else happens: endings, retractions, clears, new weights, drains, wrong calls.
 // A simulated device executes every plan. Checked all along:
 // - what a step reads is what its own prefix gives (simulated_device.h);
-// - a plan keeps the limits: rows, budget, slots, block ids, one truncated chunk at most, and that last (I7, I38 to I41,
-//   I49, I55);
+// - a plan keeps the limits: rows, budget, slots, block ids, one truncated chunk at most, and that last (I7, I38 to
+//   I41, I49, I55);
 // - a refused call throws what its kind of mistake throws, and changes no gauge; a twin that gets the right calls only
 //   plans the same ever after (I53, I54);
 // - a result lands on its own row: the token size of a request is what the right results make it, and those of rows

@@ -105,7 +105,8 @@ TEST(Exclusive, AMisusedSchedulerPlansWhatIsAskedOfItAndNothingIsLost) {
       for (int number = 0; number < 50; ++number) {
         const std::string id = std::to_string(thread) + "." + std::to_string(number);
         const std::vector<int32_t> prompt(6, number % 2);
-        insist([&](Scheduler& scheduler) { scheduler.SubmitRequests({RequestSpec{.request_id = id, .tokens = prompt}}); });
+        const RequestSpec spec{.request_id = id, .tokens = prompt};
+        insist([&](Scheduler& scheduler) { scheduler.SubmitRequests({spec}); });
         planned += static_cast<int64_t>(
             insist([](Scheduler& scheduler) { return scheduler.NextExecutionPlan().forward->NumRows(); }));
         insist([&](Scheduler& scheduler) { scheduler.Advance(ExecutionEvent{{AbortEvent{id}}}); });
