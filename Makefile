@@ -1,6 +1,7 @@
 # make serve [MODEL=folder, GGUF file or hub id] [ARGS="--port 9000 ..."]   set up, then serve (a demo model without MODEL)
 # make test                                                               set up, then every test that needs no GPU
 # make lint, make test-cpp                                                the checks of .ci/run one by one
+# make fuzz [FUZZ_SECONDS=...]                                            fuzz the scheduler's calls, with clang
 # make setup                                                              only set up; `make clean` undoes it
 #
 # Set-up is plain venv and pip in .venv. A stamp file remembers it, so a second run starts at once.
@@ -9,11 +10,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: serve test lint test-cpp setup clean
+.PHONY: serve test lint test-cpp test-threads fuzz setup clean
 
 MODEL ?=
 ARGS ?=
 DEMO := smollm2-135m
+CLANG := clang++-14
+FUZZ_SECONDS := 30
 
 PYTHON := .venv/bin/python
 PIP_INSTALL := $(PYTHON) -m pip install --disable-pip-version-check
@@ -41,11 +44,26 @@ lint: $(INSTALLED)
 	.ci/type-tree
 	$(PYTHON) -m pyright --pythonpath $(PYTHON) | sed 's|$(CURDIR)/build/types/||'
 
-test-cpp: $(INSTALLED)
-	.venv/bin/cmake -S . -B .build/cpp -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/.venv/bin/ninja" \
-	  -DTOKENSPEED_SANITIZE=ON -DTOKENSPEED_BUILD_TESTS=ON
+CONFIGURE_CPP := .venv/bin/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/.venv/bin/ninja" -DTOKENSPEED_BUILD_TESTS=ON
+
+test-cpp: $(INSTALLED) test-threads $(if $(shell command -v $(CLANG)),fuzz)
+	$(CONFIGURE_CPP) -B .build/cpp -DTOKENSPEED_SANITIZE=address
 	.venv/bin/cmake --build .build/cpp --parallel "$$(nproc)"
 	.venv/bin/ctest --test-dir .build/cpp/scheduler_cpp --output-on-failure --no-tests=error
+
+# What only several threads can break, under ThreadSanitizer.
+test-threads: $(INSTALLED)
+	$(CONFIGURE_CPP) -B .build/threads -DTOKENSPEED_SANITIZE=thread -DCMAKE_BUILD_TYPE=Debug
+	.venv/bin/cmake --build .build/threads --parallel "$$(nproc)" --target exclusive_test
+	.venv/bin/ctest --test-dir .build/threads/scheduler_cpp --label-regex threads --output-on-failure --no-tests=error
+
+# libFuzzer from the committed seeds; what it finds beyond them stays in .build/fuzz/corpus for the next run.
+fuzz: $(INSTALLED)
+	$(CONFIGURE_CPP) -B .build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DTOKENSPEED_SANITIZE=address -DTOKENSPEED_LIBFUZZER=ON
+	.venv/bin/cmake --build .build/fuzz --parallel "$$(nproc)" --target call_sequence_fuzz
+	mkdir -p .build/fuzz/corpus
+	.build/fuzz/scheduler_cpp/call_sequence_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=1500 -timeout=20 \
+	  -print_final_stats=1 -artifact_prefix=.build/fuzz/ .build/fuzz/corpus scheduler_cpp/tests/seeds/call_sequence
 
 setup: $(INSTALLED)
 

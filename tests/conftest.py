@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 from tokenspeed_jax.weights.demo import demo_checkpoint
+
+# For the nights: `pytest --hypothesis-profile=long tests/scheduler/test_stateful.py`.
+settings.register_profile("long", max_examples=3000, stateful_step_count=300, deadline=None)
 
 GOLDEN = Path(__file__).parent / "golden"
 

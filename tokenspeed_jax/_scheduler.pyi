@@ -80,6 +80,7 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        max_kv_events: stored events that may wait for a drain; later ones are dropped and counted.
         max_overtaken_rounds: rounds in which a waiting request that does not fit may be passed by requests behind it;
             after them nobody behind it, later or less urgent, is admitted before it is. 0 = nobody is ever passed.
         weight_version: prefixes are shared only between requests submitted under the same one; at most 65,536 bytes.
@@ -106,6 +107,7 @@ class SchedulerConfig:
     disable_prefix_cache: bool
     prefix_replay_tokens: int
     max_overtaken_rounds: int
+    max_kv_events: int
     weight_version: str
     def __init__(self) -> None: ...
 
@@ -156,12 +158,14 @@ class ForwardEvent:
         """One scheduled forward landed.
 
         `tokens` is empty for an intermediate chunk, the sampled token for a completing one, the accepted tokens for a
-        decode step.
+        decode step. `round_number` is that of the plan that had the row; with 0 the result belongs to the oldest
+        row of its id that is out and can have produced it.
         """
 
         request_id: str
         tokens: list[int]
         spec_candidate_ids: list[int]
+        round_number: int
         def __init__(self) -> None: ...
 
     class Finish:
@@ -344,6 +348,9 @@ class ExecutionPlan:
     """
 
     @property
+    def round_number(self) -> int:
+        """Counts plans from 1; names this plan's rows when their results come in."""
+    @property
     def forward(self) -> list[Forward.Batch]: ...
     @property
     def cache(self) -> list[Cache.WriteBackOp | Cache.LoadBackOp]:
@@ -370,34 +377,54 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None: ...
     def submit_requests(self, request_specs: Sequence[RequestSpec]) -> None:
-        """All or nothing; ValueError names the request and the limit."""
+        """All or nothing; ValueError names the entry, the request and the limit.
+
+        An id may be used again once its request has ended. Results that are then still out are dropped when they come
+        in: an ExtendResult that names no round belongs to the oldest row of its id that has none yet, whichever request
+        that was planned for.
+        """
     def set_weight_version(self, weight_version: str) -> None:
         """Later requests share prefixes only with those of the same version; running ones keep theirs."""
     def next_execution_plan(self) -> ExecutionPlan:
         """Plans one round; releases the interpreter lock meanwhile."""
     def advance(self, event: ExecutionEvent) -> None:
-        """All or nothing; RuntimeError for an event that is illegal in its request's state."""
+        """All or nothing; the text of an error ends with the number of the bad event.
+
+        Raises:
+            RuntimeError: an event is illegal in its request's state, or its row is not out.
+            ValueError: an event has a wrong value, such as more tokens than its row can have produced.
+        """
     def advance_rows(
-        self, slots: npt.NDArray[np.int32], token_counts: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]
+        self,
+        slots: npt.NDArray[np.int32],
+        token_counts: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        round_number: int = 0,
     ) -> None:
         """Lands results of planned rows: an ExtendResult a row, in order, without an object a row.
 
-        All or nothing; an error names the bad entry. A result whose request has ended must be left out, for its slot
-        may be another request's by now.
+        All or nothing; an error names the bad entry. With a round these are all results of that plan: a row whose
+        request has ended may be left out or is dropped. Without one such a row must be left out, for its slot may be
+        another request's by now.
 
         Args:
             slots: int32 [n], the rows' request-pool indices, each at most once.
             token_counts: int32 [n], tokens of each row; 0 for a chunk that does not complete its prompt.
             tokens: int32 [sum of token_counts], the rows' tokens one after the other.
+            round_number: of the plan that had the rows; 0 = not said.
 
         Raises:
-            ValueError: arrays that do not fit each other, a slot twice, more tokens than a row can have produced.
+            ValueError: arrays that do not fit each other, a slot twice, more tokens than a row can have produced, a
+                round that has not been planned.
             RuntimeError: no request in the slot, no result out, a token for an unfinished prompt.
             TypeError: not contiguous int32 arrays.
         """
     def finish_rows(self, slots: npt.NDArray[np.int32]) -> None:
         """A Finish for the request in each slot, in order; all or nothing, with the errors of `advance_rows`."""
-    def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]: ...
+    def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]:
+        """The net change since the last drain: removed boundaries deepest first, then stored ones shallowest first."""
+    def dropped_kv_events(self) -> int:
+        """Stored events that were never reported because `max_kv_events` waited already, since the start."""
     def bootstrapping_size(self) -> int: ...
     def waiting_size(self) -> int: ...
     def prefilling_size(self) -> int: ...

@@ -17,6 +17,8 @@ void BindConfig(pybind11::module_& module);
 void BindEvents(pybind11::module_& module);
 void BindPlan(pybind11::module_& module);
 void BindScheduler(pybind11::module_& module);
+// To be called last, with the module: covers the classes in it and its submodules.
+void RefuseBareObjects(const pybind11::object& scope);
 
 // The text as UTF-8. Raises UnicodeEncodeError, a ValueError, for text that has none (lone surrogates).
 inline std::string Utf8(const pybind11::str& text) {

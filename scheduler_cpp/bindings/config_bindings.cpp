@@ -34,11 +34,11 @@ void BindEnums(py::module_& module) {
       .finalize();
 }
 
-CacheGroupConfig MakeGroup(std::string group_id, int32_t block_granularity, int32_t total_pages,
+CacheGroupConfig MakeGroup(const py::str& group_id, int32_t block_granularity, int32_t total_pages,
                            CacheRetention retention, std::optional<int32_t> sliding_window_tokens,
                            CacheGroupFamily family, int32_t cache_blocks_per_lcm_block,
                            CacheTransferPolicy transfer_policy, int32_t shard_count, bool replayable) {
-  return CacheGroupConfig{.group_id = std::move(group_id),
+  return CacheGroupConfig{.group_id = Utf8(group_id),
                           .block_granularity = block_granularity,
                           .total_pages = total_pages,
                           .retention = retention,
@@ -58,7 +58,7 @@ void BindGroup(py::module_& module) {
            py::arg("family") = CacheGroupFamily::kHistory, py::arg("cache_blocks_per_lcm_block") = 1,
            py::arg("transfer_policy") = CacheTransferPolicy::kUnspecified, py::arg("shard_count") = 1,
            py::arg("replayable") = false)
-      .def_readwrite("group_id", &CacheGroupConfig::group_id)
+      .def_property("group_id", TextGetter(&CacheGroupConfig::group_id), TextSetter(&CacheGroupConfig::group_id))
       .def_readwrite("block_granularity", &CacheGroupConfig::block_granularity)
       .def_readwrite("total_pages", &CacheGroupConfig::total_pages)
       .def_readwrite("retention", &CacheGroupConfig::retention)
@@ -96,6 +96,7 @@ void BindSchedulerConfig(py::module_& module) {
       .def_readwrite("prefix_replay_tokens", &SchedulerConfig::prefix_replay_tokens)
       .def_readwrite("max_overtaken_rounds", &SchedulerConfig::max_overtaken_rounds)
       .def_readwrite("dense_block_tables", &SchedulerConfig::dense_block_tables)
+      .def_readwrite("max_kv_events", &SchedulerConfig::max_kv_events)
       .def_property("weight_version", TextGetter(&SchedulerConfig::weight_version),
                     TextSetter(&SchedulerConfig::weight_version));
 }

@@ -17,22 +17,25 @@ void BindForwardEvents(py::module_& module) {
   py::module_ forward = module.def_submodule("ForwardEvent", "What became of scheduled forwards.");
   py::class_<ExtendResultEvent>(forward, "ExtendResult", "One scheduled forward landed.")
       .def(py::init<>())
-      .def_readwrite("request_id", &ExtendResultEvent::request_id)
+      .def_property("request_id", TextGetter(&ExtendResultEvent::request_id),
+                    TextSetter(&ExtendResultEvent::request_id))
       .def_readwrite("tokens", &ExtendResultEvent::tokens)
+      .def_readwrite("round_number", &ExtendResultEvent::round_number)
       .def_readwrite("spec_candidate_ids", &ExtendResultEvent::spec_candidate_ids);
   py::class_<FinishEvent>(forward, "Finish", "Generation ended normally.")
       .def(py::init<>())
-      .def_readwrite("request_id", &FinishEvent::request_id);
+      .def_property("request_id", TextGetter(&FinishEvent::request_id), TextSetter(&FinishEvent::request_id));
   py::class_<AbortEvent>(forward, "Abort", "Drop the request, in any state.")
       .def(py::init<>())
-      .def_readwrite("request_id", &AbortEvent::request_id);
+      .def_property("request_id", TextGetter(&AbortEvent::request_id), TextSetter(&AbortEvent::request_id));
   py::class_<RetractEvent>(forward, "Retract", "The forward was not run; the request starts again.")
       .def(py::init<>())
-      .def_readwrite("request_id", &RetractEvent::request_id);
+      .def_property("request_id", TextGetter(&RetractEvent::request_id), TextSetter(&RetractEvent::request_id));
   py::class_<UpdateReserveNumTokensEvent>(forward, "UpdateReserveNumTokens",
                                           "Tokens that the next decode step must grow by.")
       .def(py::init<>())
-      .def_readwrite("request_id", &UpdateReserveNumTokensEvent::request_id)
+      .def_property("request_id", TextGetter(&UpdateReserveNumTokensEvent::request_id),
+                    TextSetter(&UpdateReserveNumTokensEvent::request_id))
       .def_readwrite("reserve_num_tokens_in_next_schedule_event",
                      &UpdateReserveNumTokensEvent::reserve_num_tokens_in_next_schedule_event);
 }
@@ -52,7 +55,7 @@ void BindCacheEvents(py::module_& module) {
 template <typename Event>
 void BindPeerEvent(py::module_& module, const char* name) {
   py::class_<Event>(module, name)
-      .def(py::init([](std::string request_id) { return Event{std::move(request_id)}; }), py::arg("request_id"))
+      .def(py::init([](const py::str& request_id) { return Event{Utf8(request_id)}; }), py::arg("request_id"))
       .def_readonly("request_id", &Event::request_id);
 }
 
@@ -62,8 +65,8 @@ void BindPeerEvents(py::module_& module) {
   BindPeerEvent<FailedEvent>(peer, "FailedEvent");
   BindPeerEvent<SucceededEvent>(peer, "SucceededEvent");
   py::class_<RemotePrefillDoneEvent>(peer, "RemotePrefillDoneEvent")
-      .def(py::init([](std::string request_id, int32_t bootstrap_token) {
-             return RemotePrefillDoneEvent{std::move(request_id), bootstrap_token};
+      .def(py::init([](const py::str& request_id, int32_t bootstrap_token) {
+             return RemotePrefillDoneEvent{Utf8(request_id), bootstrap_token};
            }),
            py::arg("request_id"), py::arg("bootstrap_token"))
       .def_readonly("request_id", &RemotePrefillDoneEvent::request_id)

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_scheduler, module) {
   tokenspeed::BindEvents(module);
   tokenspeed::BindPlan(module);
   tokenspeed::BindScheduler(module);
+  tokenspeed::RefuseBareObjects(module);
 }

@@ -189,6 +189,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("cache", &CacheOperationsOf)
       .def_property_readonly("remote_decode", [](const ExecutionPlan& plan) { return plan.remote_decode; })
       .def_property_readonly("remote_prefill", [](const ExecutionPlan& plan) { return plan.remote_prefill; })
+      .def_readonly("round_number", &ExecutionPlan::round_number)
       .def_readonly("pages_to_zero", &ExecutionPlan::pages_to_zero)
       .def("pages_to_zero_arrays", &ZeroViews, "Per group: int32 [ids], a read-only view.")
       .def("table_changes", &TableChangeViews,

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "core/exclusive.h"
 #include "scheduler/scheduler.h"
 
 namespace py = pybind11;
@@ -21,27 +21,18 @@ namespace py = pybind11;
 namespace tokenspeed {
 namespace {
 
-// The scheduler behind a guard: planning releases the interpreter lock, and a second call meanwhile must be refused
-// rather than corrupt it.
+// Planning releases the interpreter lock, so a second call may come meanwhile.
 class GuardedScheduler {
  public:
-  explicit GuardedScheduler(SchedulerConfig config) : scheduler_(std::move(config)) {}
+  explicit GuardedScheduler(SchedulerConfig config) : scheduler_("Scheduler", std::move(config)) {}
 
   template <typename Call>
-  auto Use(Call&& call) {
-    if (busy_.test_and_set()) throw std::runtime_error("calls on one Scheduler must not overlap");
-    const Release release{busy_};
-    return call(scheduler_);
+  decltype(auto) Use(Call&& call) {
+    return scheduler_.Use(std::forward<Call>(call));
   }
 
  private:
-  struct Release {
-    std::atomic_flag& busy;
-    ~Release() { busy.clear(); }
-  };
-
-  Scheduler scheduler_;
-  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  Exclusive<Scheduler> scheduler_;
 };
 
 // Turns a method of Scheduler into one of GuardedScheduler.
@@ -79,10 +70,12 @@ std::span<const int32_t> Entries(const char* name, const IntArray& array) {
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
-void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens) {
+void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens,
+                 int64_t round_number) {
   const RowResults rows{.slots = Entries("slots", slots),
                         .token_counts = Entries("token_counts", token_counts),
-                        .tokens = Entries("tokens", tokens)};
+                        .tokens = Entries("tokens", tokens),
+                        .round = round_number};
   self.Use([&](Scheduler& scheduler) { scheduler.AdvanceRows(rows); });
 }
 
@@ -129,6 +122,11 @@ void WithKeys(GuardedScheduler& self, std::vector<std::string> group_ids, std::v
   self.Use([&](Scheduler& scheduler) { (scheduler.*Method)(keys); });
 }
 
+int32_t TokenSize(GuardedScheduler& self, const py::str& request_id) {
+  const std::string id = Utf8(request_id);
+  return self.Use([&](Scheduler& scheduler) { return scheduler.RequestTokenSize(id); });
+}
+
 using SchedulerClass = py::class_<GuardedScheduler>;
 
 void BindSteps(SchedulerClass& scheduler) {
@@ -138,12 +136,13 @@ void BindSteps(SchedulerClass& scheduler) {
       .def("next_execution_plan", &NextPlan)
       .def("advance", Guarded(&Scheduler::Advance), py::arg("event"))
       .def("advance_rows", &AdvanceRows, py::arg("slots").noconvert(),
-           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert())
+           py::arg("token_counts").noconvert(), py::arg("tokens").noconvert(), py::arg("round_number") = kAnyRound)
       .def("finish_rows", &FinishRows, py::arg("slots").noconvert())
       .def("block_table_views", &BlockTableArrays,
            "Per group: int32 [request-pool slots + 1, columns], the tables of all resident requests, kept up to date in "
            "place by every plan. Ask again after each plan: a grid that had to grow is another array.")
-      .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents));
+      .def("drain_kv_events", Guarded(&Scheduler::DrainResidencyEvents))
+      .def("dropped_kv_events", Guarded(&Scheduler::DroppedResidencyEvents));
 }
 
 void BindGauges(SchedulerClass& scheduler) {
@@ -158,7 +157,7 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("host_pinned_blocks", Guarded(&Scheduler::HostPinnedBlocks))
       .def("host_empty_lcm_blocks", Guarded(&Scheduler::HostEmptyLcmBlocks))
       .def("num_dropped_stores", Guarded(&Scheduler::NumDroppedStores))
-      .def("request_token_size", Guarded(&Scheduler::RequestTokenSize), py::arg("request_id"))
+      .def("request_token_size", &TokenSize, py::arg("request_id"))
       .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
       .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
       .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"));

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "scheduler/identifier.h"
+
 namespace tokenspeed {
 namespace {
 
@@ -50,9 +52,7 @@ int64_t CacheGroupConfig::LookbackBlocks() const {
 }
 
 void CacheGroupConfig::Validate() const {
-  if (group_id.empty()) {
-    throw std::invalid_argument("cache group: group_id must not be empty");
-  }
+  ValidateId("cache group: group_id", group_id);
   if (block_granularity <= 0) {
     Refuse(*this, "block_granularity must be > 0, got " + std::to_string(block_granularity));
   }

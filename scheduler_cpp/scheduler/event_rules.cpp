@@ -1,5 +1,6 @@
 #include "scheduler/event_rules.h"
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 #include <variant>
@@ -34,6 +35,14 @@ const char* StateName(RequestState state) {
   return "unknown";
 }
 
+// Whether a result belongs to a row of a former request; the row then is expected no more.
+bool TakeLate(std::vector<int64_t>& rounds, int64_t round) {
+  const auto taken = round == kAnyRound ? rounds.begin() : std::ranges::find(rounds, round);
+  if (taken == rounds.end()) return false;
+  rounds.erase(taken);
+  return true;
+}
+
 }  // namespace
 
 InvalidTransition::InvalidTransition(const char* event, RequestState state)
@@ -47,8 +56,10 @@ EventRules::Shadow* EventRules::ShadowOf(const std::string& id) {
   Shadow& shadow = entry->second;
   if (fresh) {
     shadow = Shadow{.request = request, .state = request->state(), .token_size = request->TokenSize()};
+    const auto late = late_results_.RoundsOf(id);
+    shadow.late_rounds.assign(late.begin(), late.end());
     if (request->IsResident()) {
-      shadow.results_in_flight = request->resources().results_in_flight;
+      shadow.rows_out = request->resources().rows_out;
       shadow.covered_tokens = request->resources().covered_tokens;
     }
   }
@@ -70,17 +81,23 @@ Request* EventRules::Judge(const SchedulerEvent& event) {
 }
 
 bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
-  if (shadow.state == RequestState::kFinished) return false;
+  if (shadow.state == RequestState::kFinished || TakeLate(shadow.late_rounds, event.round_number)) return false;
   const bool runs_here = HoldsCache(shadow.state) && shadow.state != RequestState::kRemotePrefilling;
   if (!runs_here) throw InvalidTransition("ExtendResultEvent", shadow.state);
   const LandingState at{.state = shadow.state,
-                        .results_in_flight = shadow.results_in_flight,
+                        .rows_out = shadow.rows_out,
                         .token_size = shadow.token_size,
                         .covered_tokens = shadow.covered_tokens};
   const auto num_tokens = static_cast<int64_t>(event.tokens.size());
-  const LandingVerdict verdict = JudgeLanding(at, num_tokens);
+  const LandingVerdict verdict = JudgeLanding(at, num_tokens, event.round_number);
   if (verdict == LandingVerdict::kNothingOut) {
     throw std::runtime_error("ExtendResult for request '" + event.request_id + "', which has no forward in flight");
+  }
+  if (verdict == LandingVerdict::kOtherRound || verdict == LandingVerdict::kOutOfOrder) {
+    throw std::runtime_error("ExtendResult for request '" + event.request_id + "': round " +
+                             std::to_string(event.round_number) +
+                             (verdict == LandingVerdict::kOtherRound ? " has no row of it that is out"
+                                                                     : " comes after one that has not landed"));
   }
   if (verdict == LandingVerdict::kPromptUnfinished) throw InvalidTransition("ExtendResultEvent", shadow.state);
   CheckCandidates(event, shadow);
@@ -89,7 +106,8 @@ bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
                                 " tokens are more than its scheduled forwards can have produced");
   }
   shadow.token_size += num_tokens;
-  --shadow.results_in_flight;
+  const std::size_t row = *RowOfResult(shadow.rows_out, num_tokens, event.round_number);
+  shadow.rows_out.erase(shadow.rows_out.begin() + static_cast<std::ptrdiff_t>(row));
   if (shadow.state == RequestState::kPrefillAwaitingResult && num_tokens > 0) {
     shadow.state = RequestState::kPrefillDone;
   }

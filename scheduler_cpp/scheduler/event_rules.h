@@ -1,6 +1,8 @@
 // EventRules: what each event may do to a request in each state. A batch of events is judged as a whole, on shadows
 // of the requests it names, before any of it is applied; a batch that is refused has changed nothing.
 //
+// The result of a row whose request has ended has no effect on any request (see late_results.h).
+//
 // Thread safety: none.
 
 #ifndef TOKENSPEED_SCHEDULER_EVENT_RULES_H_
@@ -9,8 +11,10 @@
 #include <cstdint>
 #include <stdexcept>
 #include <unordered_map>
+#include <vector>
 
 #include "scheduler/execution_event.h"
+#include "scheduler/late_results.h"
 #include "scheduler/request_book.h"
 
 namespace tokenspeed {
@@ -24,8 +28,9 @@ class InvalidTransition : public std::runtime_error {
 class EventRules {
  public:
   // `max_reserve_tokens`: the most tokens that one decode step may ask room for.
-  EventRules(const RequestBook& book, SchedulerConfig::Role role, int32_t max_reserve_tokens)
-      : book_(book), role_(role), max_reserve_tokens_(max_reserve_tokens) {}
+  EventRules(const RequestBook& book, const LateResults& late_results, SchedulerConfig::Role role,
+             int32_t max_reserve_tokens)
+      : book_(book), late_results_(late_results), role_(role), max_reserve_tokens_(max_reserve_tokens) {}
 
   // The request that the event changes, given the events judged before it; null when the event has no effect. Throws
   // InvalidTransition, std::runtime_error or std::invalid_argument for an event that must not be applied.
@@ -35,7 +40,8 @@ class EventRules {
   struct Shadow {
     Request* request = nullptr;
     RequestState state = RequestState::kSubmitted;
-    int64_t results_in_flight = 0;
+    RowsOut rows_out = {};
+    std::vector<int64_t> late_rounds = {};  // of rows that a former request of the id has out
     int64_t token_size = 0;
     int64_t covered_tokens = 0;
   };
@@ -57,6 +63,7 @@ class EventRules {
   void CheckCandidates(const ExtendResultEvent& event, const Shadow& shadow) const;
 
   const RequestBook& book_;
+  const LateResults& late_results_;
   SchedulerConfig::Role role_;
   int32_t max_reserve_tokens_;
   std::unordered_map<const Request*, Shadow> shadows_;

@@ -14,8 +14,9 @@ namespace tokenspeed {
 
 struct ExtendResultEvent {
   std::string request_id;
-  std::vector<int32_t> tokens;
-  std::vector<int32_t> spec_candidate_ids;
+  std::vector<int32_t> tokens = {};
+  std::vector<int32_t> spec_candidate_ids = {};
+  int64_t round_number = 0;  // of the plan that had the row; 0 = the oldest row that fits
 };
 
 struct FinishEvent {

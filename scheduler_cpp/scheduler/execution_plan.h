@@ -17,6 +17,7 @@
 namespace tokenspeed {
 
 struct ExecutionPlan {
+  int64_t round_number = 0;  // counts from 1; tells a result of this plan from those of others
   // Shared with whoever reads it, so that views into a batch may outlive the plan.
   std::shared_ptr<ForwardBatch> forward = std::make_shared<ForwardBatch>();
   // Role P: prompts to hand to the peer, each with the token that follows it. Role D: a prompt for the peer to compute

@@ -42,13 +42,13 @@ AdmissionOutcome RequestAdmission::RemotePrefill(Request& request, FreshBlocks& 
 AdmissionOutcome RequestAdmission::RemotePrefillAfter(const PrefixProbe& probe, Request& request, FreshBlocks& fresh) {
   const int32_t hit = probe.device_prefix_tokens();
   const int32_t prompt = request.prefill_size();
-  DescribePages(request, 0, (prompt - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, prompt - hit);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
   const auto admitted =
       coordinator_.Admit(probe, tables, RemoteLandingDemands(config_, hit, prompt, reserve), RequestProgress{});
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
 
+  DescribePages(request, 0, (prompt - 1) / config_.prefix_granularity);
   AppendPerGroup(fresh, admitted->new_block_ids);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   resources->progress.num_hashed_pages = hit / config_.prefix_granularity;

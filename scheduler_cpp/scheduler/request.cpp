@@ -165,15 +165,19 @@ void Request::StartDecode(int32_t next_reserve) {
   state_ = RequestState::kDecoding;
 }
 
-void Request::Land(std::span<const int32_t> tokens) {
-  TOKENSPEED_CHECK(IsResident() && resources_->results_in_flight > 0, "a result lands on a scheduled request");
+void Request::Land(std::span<const int32_t> tokens, int64_t round) {
+  TOKENSPEED_CHECK(IsResident(), "a result lands on a scheduled request");
+  RowsOut& rows = resources_->rows_out;
+  const auto row = RowOfResult(rows, static_cast<int64_t>(tokens.size()), round);
+  TOKENSPEED_CHECK(row.has_value(), "a result lands on a row that is out");
   tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
-  --resources_->results_in_flight;
+  rows.erase(rows.begin() + static_cast<std::ptrdiff_t>(*row));
 }
 
-void Request::LandBootstrapToken(std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates) {
+void Request::LandBootstrapToken(std::span<const int32_t> tokens, int64_t round,
+                                 std::vector<int32_t> draft_candidates) {
   TOKENSPEED_CHECK(state_ == RequestState::kPrefillAwaitingResult && !tokens.empty(), "nobody waits for this token");
-  Land(tokens);
+  Land(tokens, round);
   draft_candidates_ = std::move(draft_candidates);
   state_ = RequestState::kPrefillDone;
 }

@@ -25,6 +25,7 @@
 #include "scheduler/request_state.h"
 #include "scheduler/reserve.h"
 #include "scheduler/resident_tables.h"
+#include "scheduler/rows_out.h"
 
 namespace tokenspeed {
 
@@ -45,7 +46,7 @@ class RequestResources {
   void WriteTables(const std::optional<CompletedPages>& completed);
 
   CacheProgress progress;
-  int32_t results_in_flight = 0;
+  RowsOut rows_out;
   int64_t covered_tokens = 0;  // tokens that admissions have made room for, reserves left aside
 
  private:
@@ -161,9 +162,10 @@ class Request {
   void StartPrefill(std::unique_ptr<RequestResources> resources, PrefillWindow window, int32_t next_reserve);
   void ContinuePrefill(PrefillWindow window, int32_t next_reserve);
   void StartDecode(int32_t next_reserve);
-  void Land(std::span<const int32_t> tokens);
+  // `round` as in RowOfResult; that row is out no more.
+  void Land(std::span<const int32_t> tokens, int64_t round);
   // The landing for which PrefillAwaitingResult waits.
-  void LandBootstrapToken(std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates);
+  void LandBootstrapToken(std::span<const int32_t> tokens, int64_t round, std::vector<int32_t> draft_candidates);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
   // Frees everything; what has been generated so far becomes part of the prompt. `made_way` tells a retraction for
   // others' sake from one that the executor asked for. `retraction` numbers the retractions of all requests.
@@ -175,7 +177,7 @@ class Request {
   // for ever.
   bool yields() const { return yields_; }
 
-  uint64_t last_round = 0;  // number of the last round that scheduled the request
+  int64_t last_round = 0;  // number of the last round that scheduled the request
   // While it waits refused: what would have to be cached for it to need less.
   std::optional<PrefixWatch::Ticket> watched_pages;
   bool decode_blocked = false;  // its last decode step did not fit

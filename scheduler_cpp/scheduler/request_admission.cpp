@@ -157,7 +157,6 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
       chunk_rules_.ChunkTokens(hit, /*resumes_hit=*/true, request.prefill_size() - hit, budget, promotion));
   if (chunk == 0) return AdmissionOutcome::kNotNow;
 
-  DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
   auto admitted =
@@ -168,6 +167,7 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
     return admitted->host_prefix_tokens;
   }
 
+  DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   AppendPerGroup(fresh, admitted->new_block_ids);
   if (!admitted->load_pairs.empty()) StartLoad(request, *admitted, tables);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));

@@ -78,28 +78,58 @@ void ResidencyLedger::Mark(const PrefixHash& content_hash) {
   marked_.push_back(content_hash);
 }
 
+void ResidencyLedger::Settle(const CacheCoordinator& coordinator) {
+  std::size_t num_stored = 0;
+  std::vector<PrefixHash> kept;
+  for (const PrefixHash& hash : marked_) {
+    const auto entry = boundaries_.find(hash);
+    Boundary& boundary = entry->second;
+    const BoundaryResidency residency = coordinator.DeviceBoundaryResidency(hash);
+    const bool complete = residency == BoundaryResidency::kComplete;
+    boundary.marked = complete != boundary.published;
+    if (boundary.marked && complete && num_stored == max_stored_) {
+      boundary.marked = false;
+      ++num_dropped_;
+    }
+    num_stored += boundary.marked && complete ? 1 : 0;
+    if (boundary.marked) {
+      kept.push_back(hash);
+    } else if (residency == BoundaryResidency::kNone && boundary.waiting == 0) {
+      boundaries_.erase(entry);
+    }
+  }
+  marked_ = std::move(kept);
+  kept_ = marked_.size();
+}
+
+void ResidencyLedger::Trim(const CacheCoordinator& coordinator) {
+  // The more was kept the rarer, so that a mark is looked at a constant number of times on average.
+  if (marked_.size() > 2 * std::max(kept_, max_stored_)) Settle(coordinator);
+}
+
 std::vector<ResidencyEvent> ResidencyLedger::Drain(const CacheCoordinator& coordinator) {
+  Settle(coordinator);
   std::vector<std::pair<std::size_t, ResidencyEvent>> removed;
   std::vector<std::pair<std::size_t, ResidencyEvent>> stored;
   for (const PrefixHash& hash : marked_) {
     const auto entry = boundaries_.find(hash);
     Boundary& boundary = entry->second;
     boundary.marked = false;
-    const BoundaryResidency residency = coordinator.DeviceBoundaryResidency(hash);
-    const bool complete = residency == BoundaryResidency::kComplete;
-    if (complete && !boundary.published) {
+    boundary.published = !boundary.published;
+    if (boundary.published) {
       stored.emplace_back(boundary.depth,
                           BlockStoredEvent{{boundary.event_hash},
                                            boundary.parent_hash,
                                            boundary.tokens,
                                            coordinator.prefix_granularity()});
-    } else if (!complete && boundary.published) {
-      removed.emplace_back(boundary.depth, BlockRemovedEvent{{boundary.event_hash}});
+      continue;
     }
-    boundary.published = complete;
-    if (residency == BoundaryResidency::kNone && boundary.waiting == 0) boundaries_.erase(entry);
+    removed.emplace_back(boundary.depth, BlockRemovedEvent{{boundary.event_hash}});
+    const bool is_gone = coordinator.DeviceBoundaryResidency(hash) == BoundaryResidency::kNone;
+    if (is_gone && boundary.waiting == 0) boundaries_.erase(entry);
   }
   marked_.clear();
+  kept_ = 0;
   // A router that applies the events one by one never sees a page without the pages before it.
   std::stable_sort(removed.begin(), removed.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::stable_sort(stored.begin(), stored.end(), [](const auto& a, const auto& b) { return a.first < b.first; });

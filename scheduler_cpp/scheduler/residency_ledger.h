@@ -2,11 +2,16 @@
 // prefix boundary, whatever the number of groups and blocks behind it.
 //
 // Invariants:
-// - After a drain the published boundaries are exactly the completely resident ones.
+// - After a drain the published boundaries are exactly the completely resident ones, unless some were dropped.
 // - A content hash has one description for as long as any of it is resident.
 // - Events are the net change since the previous drain, in an order that depends on the calls alone.
 //
-// Thread safety: none.
+// - What waits for a drain is bounded, however long nobody drains: a boundary that came and went is forgotten, at most
+//   `max_stored` arrivals are kept, and departures only of boundaries that the router was told of. Arrivals beyond that
+//   are dropped and counted, the latest first, since the earlier ones are the starts of prefixes. So a router may miss
+//   a boundary that is there, but never believes in one that is not.
+//
+// Thread safety: none. Costs: a mark O(1), settling included; a drain O(marks log marks).
 
 #ifndef TOKENSPEED_SCHEDULER_RESIDENCY_LEDGER_H_
 #define TOKENSPEED_SCHEDULER_RESIDENCY_LEDGER_H_
@@ -46,6 +51,8 @@ std::optional<uint64_t> ResidencyChainStart(std::span<const std::string> chain_k
 
 class ResidencyLedger {
  public:
+  explicit ResidencyLedger(int32_t max_stored) : max_stored_(static_cast<std::size_t>(max_stored)) {}
+
   // Describes prefix page number `page` of a prompt. `event_hashes` covers the pages up to and including it. To be
   // called before the page can be published; repeating it changes nothing.
   void Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes, std::size_t page,
@@ -59,7 +66,15 @@ class ResidencyLedger {
   // Something about the boundary changed in the device cache.
   void Mark(const PrefixHash& content_hash);
 
+  // Keeps what waits for a drain within its bound. To be called between rounds, when no page is about to be published.
+  void Trim(const CacheCoordinator& coordinator);
+
   std::vector<ResidencyEvent> Drain(const CacheCoordinator& coordinator);
+
+  // Arrivals dropped since the start.
+  int64_t num_dropped() const { return num_dropped_; }
+  // Boundaries that are described; for tests of the bound.
+  std::size_t NumDescribed() const { return boundaries_.size(); }
 
  private:
   struct Boundary {
@@ -71,12 +86,18 @@ class ResidencyLedger {
     bool marked = false;
     int32_t waiting = 0;  // for copies under way
   };
+  // Forgets marks and descriptions without a net change, and arrivals beyond the bound.
+  void Settle(const CacheCoordinator& coordinator);
+
   struct ContentHasher {
     std::size_t operator()(const PrefixHash& hash) const noexcept;
   };
 
   std::unordered_map<PrefixHash, Boundary, ContentHasher> boundaries_;
   std::vector<PrefixHash> marked_;  // in the order of marking; gives the events their order
+  std::size_t max_stored_;
+  std::size_t kept_ = 0;  // marks that the last settling has left
+  int64_t num_dropped_ = 0;
 };
 
 }  // namespace tokenspeed

@@ -4,10 +4,10 @@
 
 namespace tokenspeed {
 
-void Round::Account(Request& request, int32_t input_tokens) {
+void Round::Account(Request& request, int32_t input_tokens, int32_t most_tokens) {
   budget_ -= input_tokens;
   request.last_round = number_;
-  ++request.resources().results_in_flight;
+  request.resources().rows_out.push_back(RowOut{.round = number_, .most_tokens = most_tokens});
 }
 
 ForwardBatch::PrefillRow Round::PrefillRowOf(const Request& request) const {
@@ -31,12 +31,13 @@ ForwardBatch::DecodeRow Round::DecodeRowOf(const Request& request, int32_t input
 
 void Round::PushPrefill(Request& request) {
   plan_.forward->AddPrefill(PrefillRowOf(request));
-  Account(request, request.window().size + request.window().replay);
+  const bool completes = request.state() != RequestState::kPrefilling;
+  Account(request, request.window().size + request.window().replay, completes ? 1 : 0);
 }
 
 void Round::PushDecode(Request& request, int32_t input_id) {
   plan_.forward->AddDecode(DecodeRowOf(request, input_id));
-  Account(request, decode_cost_);
+  Account(request, decode_cost_, decode_width_);
 }
 
 void Round::PushHandOff(Request& request, int32_t bootstrap_token) {
@@ -69,6 +70,7 @@ ExecutionPlan Round::Finish(std::shared_ptr<const std::vector<std::string>> grou
     plan_.pages_to_copy.emplace((*group_ids)[group], std::move(copies_[group]));
   }
   plan_.group_ids = std::move(group_ids);
+  plan_.round_number = number_;
   return std::move(plan_);
 }
 

@@ -25,7 +25,7 @@ namespace tokenspeed {
 class Round {
  public:
   // `resident`: requests that may decode.
-  Round(const SchedulerConfig& config, uint64_t number, std::size_t resident)
+  Round(const SchedulerConfig& config, int64_t number, std::size_t resident)
       : number_(number),
         max_rows_(static_cast<std::size_t>(config.max_batch_size)),
         decode_width_(config.decode_input_tokens),
@@ -77,9 +77,10 @@ class Round {
   const ForwardBatch& batch() const { return *plan_.forward; }
   ForwardBatch::PrefillRow PrefillRowOf(const Request& request) const;
   ForwardBatch::DecodeRow DecodeRowOf(const Request& request, int32_t input_id) const;
-  void Account(Request& request, int32_t input_tokens);
+  // `most_tokens`: that the result of the row can have.
+  void Account(Request& request, int32_t input_tokens, int32_t most_tokens);
 
-  uint64_t number_;
+  int64_t number_;
   std::size_t max_rows_;
   int32_t decode_width_;
   int32_t decode_cost_;  // budget that a decode row takes

@@ -16,14 +16,24 @@ class SlotLookup {
  public:
   SlotLookup(const RequestBook& book, const char* call) : book_(book), call_(call), seen_(book.SlotBound(), false) {}
 
-  Request& At(std::size_t index, int32_t slot) {
-    Request* request = book_.AtSlot(slot);
-    if (request == nullptr) throw std::runtime_error(Entry(call_, index, slot) + "no request holds this slot");
+  // Null for a slot that no request holds, but that a request has held.
+  Request* Find(std::size_t index, int32_t slot) {
+    if (slot < 0 || static_cast<std::size_t>(slot) >= seen_.size()) Refuse(index, slot);
     if (seen_[static_cast<std::size_t>(slot)]) {
       throw std::invalid_argument(Entry(call_, index, slot) + "the slot occurs twice");
     }
     seen_[static_cast<std::size_t>(slot)] = true;
+    return book_.AtSlot(slot);
+  }
+
+  Request& At(std::size_t index, int32_t slot) {
+    Request* request = Find(index, slot);
+    if (request == nullptr) Refuse(index, slot);
     return *request;
+  }
+
+  [[noreturn]] void Refuse(std::size_t index, int32_t slot) const {
+    throw std::runtime_error(Entry(call_, index, slot) + "no request holds this slot");
   }
 
  private:
@@ -53,30 +63,46 @@ void CheckShape(const RowResults& rows) {
   }
 }
 
+[[noreturn]] void RefuseRow(const std::string& entry, LandingVerdict verdict, int32_t count, int64_t round) {
+  switch (verdict) {
+    case LandingVerdict::kOtherRound:
+      throw std::runtime_error(entry + "has no row of round " + std::to_string(round) + " that is out");
+    case LandingVerdict::kOutOfOrder:
+      throw std::runtime_error(entry + "has a row before round " + std::to_string(round) + " that has not landed");
+    case LandingVerdict::kPromptUnfinished:
+      throw std::runtime_error(entry + "has an unfinished prompt, whose chunks produce no token");
+    case LandingVerdict::kTooManyTokens:
+      throw std::invalid_argument(entry + "got " + std::to_string(count) +
+                                  " tokens, more than its scheduled forwards can have produced");
+    case LandingVerdict::kAllowed:
+    case LandingVerdict::kNothingOut:
+      break;
+  }
+  throw std::runtime_error(entry + "has no forward in flight");
+}
+
 }  // namespace
 
-std::vector<Request*> JudgeRows(const RequestBook& book, const RowResults& rows) {
+std::vector<Request*> JudgeRows(const RequestBook& book, const LateResults& late, const RowResults& rows) {
   CheckShape(rows);
   SlotLookup lookup(book, "advance_rows");
   std::vector<Request*> requests;
   requests.reserve(rows.slots.size());
   for (std::size_t index = 0; index < rows.slots.size(); ++index) {
     const int32_t slot = rows.slots[index];
-    const int32_t count = rows.token_counts[index];
-    Request& request = lookup.At(index, slot);
-    const auto entry = [&] { return Entry("advance_rows", index, slot) + "request '" + request.id() + "' "; };
-    switch (JudgeLanding(LandingState::Of(request), count)) {
-      case LandingVerdict::kAllowed:
-        break;
-      case LandingVerdict::kNothingOut:
-        throw std::runtime_error(entry() + "has no forward in flight");
-      case LandingVerdict::kPromptUnfinished:
-        throw std::runtime_error(entry() + "has an unfinished prompt, whose chunks produce no token");
-      case LandingVerdict::kTooManyTokens:
-        throw std::invalid_argument(entry() + "got " + std::to_string(count) +
-                                    " tokens, more than its scheduled forwards can have produced");
+    Request* request = lookup.Find(index, slot);
+    if (rows.round != kAnyRound && late.Expects(slot, rows.round)) {
+      request = nullptr;
+    } else if (request == nullptr) {
+      lookup.Refuse(index, slot);
+    } else {
+      const int32_t count = rows.token_counts[index];
+      const LandingVerdict verdict = JudgeLanding(LandingState::Of(*request), count, rows.round);
+      if (verdict != LandingVerdict::kAllowed) {
+        RefuseRow(Entry("advance_rows", index, slot) + "request '" + request->id() + "' ", verdict, count, rows.round);
+      }
     }
-    requests.push_back(&request);
+    requests.push_back(request);
   }
   return requests;
 }

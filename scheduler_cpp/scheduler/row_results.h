@@ -1,6 +1,6 @@
 // Row results: what became of a step's rows, as parallel arrays instead of one event a row. A row is named by the
-// request-pool slot that its plan gave it, which is enough while its request lives; rows of requests that have ended
-// since are left out by the caller, for their slots may be somebody else's by now.
+// request-pool slot that its plan gave it and by the plan's round. The slot may be somebody else's by now: a row whose
+// request has ended is dropped. Where the caller gives no round (kAnyRound), it has to leave such rows out.
 //
 // Thread safety: values and pure functions.
 
@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "scheduler/late_results.h"
 #include "scheduler/request_book.h"
 
 namespace tokenspeed {
@@ -22,12 +23,14 @@ struct RowResults {
   std::span<const int32_t> slots;
   std::span<const int32_t> token_counts;
   std::span<const int32_t> tokens;
+  int64_t round = kAnyRound;
 };
 
-// The requests that the rows belong to, in order. Throws, naming the first bad row, std::invalid_argument for arrays
-// that do not fit each other, a slot that occurs twice and more tokens than a row can have produced;
-// std::runtime_error for a slot without a request, without a result out, or with an unfinished prompt and a token.
-std::vector<Request*> JudgeRows(const RequestBook& book, const RowResults& rows);
+// The requests that the rows belong to, in order; null for a row that is dropped. Throws, naming the first bad row,
+// std::invalid_argument for arrays that do not fit each other, a slot that occurs twice and more tokens than a row can
+// have produced; std::runtime_error for a slot without a request, without a result out, or with an unfinished prompt
+// and a token.
+std::vector<Request*> JudgeRows(const RequestBook& book, const LateResults& late, const RowResults& rows);
 
 // The requests that are to finish, in order. Throws, naming the first bad slot, std::invalid_argument for a slot that
 // occurs twice; std::runtime_error for a slot without a request, with an unfinished prompt, or in a peer's hands.

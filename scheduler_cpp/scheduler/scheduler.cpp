@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "scheduler/event_rules.h"
+#include "scheduler/identifier.h"
 
 namespace tokenspeed {
 namespace {
@@ -55,13 +56,18 @@ DeviceMutationSink SinkFor(std::optional<ResidencyLedger>& ledger) {
   return [&ledger](const CacheKey& key, DeviceMutation) { ledger->Mark(key.content_hash); };
 }
 
+std::string EventNumber(std::size_t index, std::size_t count) {
+  return " (event " + std::to_string(index) + " of a batch of " + std::to_string(count) + ")";
+}
+
 }  // namespace
 
 Scheduler::Scheduler(SchedulerConfig config)
     : config_(Checked(std::move(config))),
       group_ids_(std::make_shared<const std::vector<std::string>>(GroupIds(config_))),
       max_single_request_tokens_(CapacityModel(config_).MaxSingleRequestTokens(config_.num_device_pages - 1)),
-      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>() : std::nullopt),
+      ledger_(config_.enable_kv_cache_events ? std::make_optional<ResidencyLedger>(config_.max_kv_events)
+                                             : std::nullopt),
       coordinator_(config_.prefix_granularity, config_.num_device_pages - 1, GroupSpecs(config_), SinkFor(ledger_),
                    HostTierOf(config_)),
       transfers_(coordinator_),
@@ -73,8 +79,11 @@ Scheduler::Scheduler(SchedulerConfig config)
 
 void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
   std::unordered_map<std::string_view, const RequestSpec*> earlier;
-  for (const RequestSpec& spec : specs) {
-    const std::string who = "request '" + spec.request_id + "': ";
+  for (std::size_t index = 0; index < specs.size(); ++index) {
+    const RequestSpec& spec = specs[index];
+    const std::string entry = "request_specs entry " + std::to_string(index);
+    ValidateId(entry + ": request_id", spec.request_id);
+    const std::string who = entry + " (request '" + spec.request_id + "'): ";
     if (spec.tokens.empty()) throw std::invalid_argument(who + "tokens must not be empty");
     if (book_.Contains(spec.request_id)) throw std::invalid_argument(who + "request_id is already in use");
     if (earlier.contains(spec.request_id)) throw std::invalid_argument(who + "request_id occurs twice");
@@ -110,10 +119,19 @@ void Scheduler::SetWeightVersion(std::string weight_version) {
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
-  EventRules rules(book_, config_.role, max_single_request_tokens_);
+  EventRules rules(book_, late_results_, config_.role,
+                   std::min(max_single_request_tokens_, config_.max_scheduled_tokens));
   std::vector<Request*> targets;
   targets.reserve(event.events.size());
-  for (const SchedulerEvent& one : event.events) targets.push_back(rules.Judge(one));
+  for (std::size_t index = 0; index < event.events.size(); ++index) {
+    try {
+      targets.push_back(rules.Judge(event.events[index]));
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument(error.what() + EventNumber(index, event.events.size()));
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(error.what() + EventNumber(index, event.events.size()));
+    }
+  }
   for (std::size_t index = 0; index < targets.size(); ++index) {
     const SchedulerEvent& one = event.events[index];
     if (const auto* stored = std::get_if<WriteBackDoneEvent>(&one)) {
@@ -122,6 +140,8 @@ void Scheduler::Advance(const ExecutionEvent& event) {
       CompleteLoadBack(*loaded);
     } else if (targets[index] != nullptr) {
       Apply(*targets[index], one);
+    } else if (const auto* late = std::get_if<ExtendResultEvent>(&one)) {
+      late_results_.Arrive(late->request_id, late->round_number);
     }
   }
 }
@@ -139,7 +159,7 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
       [&](const auto& typed) {
         using Event = std::decay_t<decltype(typed)>;
         if constexpr (std::is_same_v<Event, ExtendResultEvent>) {
-          Land(request, typed.tokens, typed.spec_candidate_ids);
+          Land(request, typed.tokens, typed.round_number, typed.spec_candidate_ids);
         } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {
@@ -152,30 +172,41 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
           book_.Move(request, [&](Request& moved) { moved.FinishRemotePrefill(typed.bootstrap_token); });
         } else {
           // Abort, PD failure and PD success; the rules let nothing else through.
-          book_.Move(request, [](Request& moved) { moved.Finish(); });
+          End(request);
         }
       },
       event);
 }
 
-void Scheduler::Land(Request& request, std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates) {
-  if (request.state() != RequestState::kPrefillAwaitingResult || tokens.empty()) return request.Land(tokens);
-  book_.Move(request, [&](Request& moved) { moved.LandBootstrapToken(tokens, std::move(draft_candidates)); });
+void Scheduler::Land(Request& request, std::span<const int32_t> tokens, int64_t round,
+                     std::vector<int32_t> draft_candidates) {
+  if (request.state() != RequestState::kPrefillAwaitingResult || tokens.empty()) return request.Land(tokens, round);
+  book_.Move(request, [&](Request& moved) { moved.LandBootstrapToken(tokens, round, std::move(draft_candidates)); });
 }
 
 void Scheduler::Finish(Request& request) {
   if (request.IsResident()) admission_.PublishAtFinish(request);
+  End(request);
+}
+
+void Scheduler::End(Request& request) {
+  if (request.IsResident()) late_results_.Expect(request);
   book_.Move(request, [](Request& moved) { moved.Finish(); });
 }
 
 void Scheduler::AdvanceRows(const RowResults& rows) {
-  const std::vector<Request*> requests = JudgeRows(book_, rows);
+  if (rows.round < kAnyRound || rows.round > round_number_) {
+    throw std::invalid_argument("advance_rows: round_number must be in [0, " + std::to_string(round_number_) +
+                                "], got " + std::to_string(rows.round));
+  }
+  const std::vector<Request*> requests = JudgeRows(book_, late_results_, rows);
   std::span<const int32_t> tokens = rows.tokens;
   for (std::size_t row = 0; row < requests.size(); ++row) {
     const auto count = static_cast<std::size_t>(rows.token_counts[row]);
-    Land(*requests[row], tokens.first(count));
+    if (requests[row] != nullptr) Land(*requests[row], tokens.first(count), rows.round);
     tokens = tokens.subspan(count);
   }
+  late_results_.CloseRound(rows.round);
 }
 
 void Scheduler::FinishRows(std::span<const int32_t> slots) {
@@ -247,6 +278,15 @@ std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_
 }
 
 Scheduler::PrefixKeys Scheduler::ExpandPrefixKeys(std::span<const std::string> content_hashes) const {
+  int64_t keys_per_page = 0;
+  for (const CacheGroupConfig& group : config_.cache_groups) {
+    keys_per_page += config_.prefix_granularity / group.block_granularity;
+  }
+  if (static_cast<int64_t>(content_hashes.size()) > kMaxPrefixKeys / keys_per_page) {
+    throw std::invalid_argument("content_hashes: " + std::to_string(content_hashes.size()) + " pages of " +
+                                std::to_string(keys_per_page) + " block keys are more than " +
+                                std::to_string(kMaxPrefixKeys) + " keys");
+  }
   PrefixKeys keys;
   for (const CacheGroupConfig& group : config_.cache_groups) {
     const int32_t blocks_per_page = config_.prefix_granularity / group.block_granularity;

@@ -32,6 +32,7 @@
 #include "scheduler/capacity_model.h"
 #include "scheduler/execution_event.h"
 #include "scheduler/execution_plan.h"
+#include "scheduler/late_results.h"
 #include "scheduler/request_admission.h"
 #include "scheduler/request_book.h"
 #include "scheduler/request_slot_pool.h"
@@ -52,21 +53,25 @@ class Scheduler {
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
-  // All or nothing. Throws std::invalid_argument.
+  // All or nothing. Throws std::invalid_argument naming the entry.
   void SubmitRequests(std::vector<RequestSpec> specs);
   // Requests submitted from now on share prefixes only with those submitted under the same version; running requests
   // keep theirs. Throws std::invalid_argument.
   void SetWeightVersion(std::string weight_version);
   ExecutionPlan NextExecutionPlan();
-  // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state.
+  // All or nothing. Throws std::runtime_error for an event that is illegal in its request's state, and
+  // std::invalid_argument for one with a wrong value; the text ends with the number of the event.
   void Advance(const ExecutionEvent& event);
-  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. Rows
-  // of requests that have ended are to be left out. All or nothing; they throw what JudgeRows and JudgeFinishes throw.
+  // The same for the results of planned rows, from arrays: one ExtendResult a row and one Finish a slot, in order. With
+  // a round these are all its results that will ever come; those of requests that have ended may be left out. All or
+  // nothing; they throw what JudgeRows and JudgeFinishes throw.
   void AdvanceRows(const RowResults& rows);
   void FinishRows(std::span<const int32_t> slots);
   std::vector<ResidencyEvent> DrainResidencyEvents();
   // The block tables of all resident requests by request-pool slot, as of the last plan; one view per group, by name.
   std::vector<std::pair<std::string, BlockTableView>> BlockTableViews() const;
+  // Residency events dropped since the start because too many waited for a drain.
+  int64_t DroppedResidencyEvents() const { return ledger_.has_value() ? ledger_->num_dropped() : 0; }
 
   int32_t BootstrappingSize() const { return book_.Count(RequestState::kBootstrapping); }
   int32_t WaitingSize() const;
@@ -111,7 +116,8 @@ class Scheduler {
     std::vector<std::string> content_hashes;
     std::vector<int32_t> page_offsets;
   };
-  // All block keys of these prefix pages, group by group.
+  static constexpr int64_t kMaxPrefixKeys = 1 << 24;
+  // All block keys of these prefix pages, group by group. Throws std::invalid_argument for more than kMaxPrefixKeys.
   PrefixKeys ExpandPrefixKeys(std::span<const std::string> content_hashes) const;
 
   // The external store (scheduler_storage.cpp). What it is said to hold counts as a hit from now on, or does no longer.
@@ -204,8 +210,11 @@ class Scheduler {
 
   void CompleteLoadBack(const LoadBackDoneEvent& event);
   void Apply(Request& request, const SchedulerEvent& event);
-  void Land(Request& request, std::span<const int32_t> tokens, std::vector<int32_t> draft_candidates = {});
+  void Land(Request& request, std::span<const int32_t> tokens, int64_t round,
+            std::vector<int32_t> draft_candidates = {});
   void Finish(Request& request);
+  // Lets go of everything the request holds; what it has out will be dropped when it comes in.
+  void End(Request& request);
 
   SchedulerConfig config_;
   std::shared_ptr<const std::vector<std::string>> group_ids_;
@@ -216,10 +225,11 @@ class Scheduler {
   RequestSlotPool slots_;
   ResidentTables resident_tables_;
   RequestBook book_;
+  LateResults late_results_;
   RequestAdmission admission_;
   WaitingScan waiting_scan_;
   StallWatch stall_watch_;
-  uint64_t round_number_ = 0;
+  int64_t round_number_ = 0;
   int64_t num_retractions_ = 0;
   std::optional<uint32_t> awaited_before_;  // while somebody is blocked: operations from this one on are not waited for
 };

@@ -11,6 +11,8 @@ namespace {
 
 // A pool keeps a record per parent from the start. No device has this many; a slip of the pen may.
 constexpr int32_t kMaxLcmBlocks = 1 << 26;
+// Each request-pool slot has a row in every group's table grid.
+constexpr int32_t kMaxBatchSize = 1 << 16;
 
 [[noreturn]] void Refuse(const std::string& complaint) { throw std::invalid_argument(complaint); }
 
@@ -26,6 +28,12 @@ void RequireIds(const char* field, int32_t num_pages, const CacheGroupConfig& gr
   if (ids > std::numeric_limits<int32_t>::max()) {
     Refuse("cache group '" + group.group_id + "': " + field + " x cache_blocks_per_lcm_block needs " +
            std::to_string(ids) + " ids, more than 32 bits hold");
+  }
+}
+
+void RequireAtMost(const char* field, int64_t value, int64_t most) {
+  if (value > most) {
+    Refuse(std::string(field) + " must be <= " + std::to_string(most) + ", got " + std::to_string(value));
   }
 }
 
@@ -129,18 +137,18 @@ void SchedulerConfig::Validate() const {
     Refuse("num_device_pages must be > 1: the device cache needs a usable parent beside the reserved id 0, got " +
            std::to_string(num_device_pages));
   }
-  if (num_device_pages > kMaxLcmBlocks) {
-    Refuse("num_device_pages must be <= " + std::to_string(kMaxLcmBlocks) + ", got " +
-           std::to_string(num_device_pages));
-  }
+  RequireAtMost("num_device_pages", num_device_pages, kMaxLcmBlocks);
   RequireAtLeast("max_batch_size", max_batch_size, 1);
+  RequireAtMost("max_batch_size", max_batch_size, kMaxBatchSize);
   if (DecodesHere()) {
     RequireAtLeast("decode_input_tokens", decode_input_tokens, 1);
   }
-  RequireAtLeast("num_host_pages", num_host_pages, 0);
-  if (num_host_pages > kMaxLcmBlocks) {
-    Refuse("num_host_pages must be <= " + std::to_string(kMaxLcmBlocks) + ", got " + std::to_string(num_host_pages));
+  if (role == Role::kFused) {
+    // No decode step would ever fit a round. A decode worker's steps take no budget.
+    RequireAtMost("decode_input_tokens", decode_input_tokens, max_scheduled_tokens);
   }
+  RequireAtLeast("num_host_pages", num_host_pages, 0);
+  RequireAtMost("num_host_pages", num_host_pages, kMaxLcmBlocks);
   for (const CacheGroupConfig& group : cache_groups) {
     RequireIds("num_device_pages", num_device_pages, group);
     RequireIds("num_host_pages", num_host_pages, group);
@@ -151,6 +159,7 @@ void SchedulerConfig::Validate() const {
   }
   RequireAtLeast("prefix_replay_tokens", prefix_replay_tokens, 0);
   RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
+  RequireAtLeast("max_kv_events", max_kv_events, 1);
   ValidateChainKey("weight_version", weight_version);
   if (!enable_l3_storage) {
     return;

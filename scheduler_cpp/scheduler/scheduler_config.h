@@ -41,6 +41,8 @@ struct SchedulerConfig {
   // Whether plans carry their rows' block tables. Without, only the resident tables are there to be read, and a plan costs
   // what changed rather than what its rows hold.
   bool dense_block_tables = true;
+  // Stored boundaries that may wait for a drain of the residency events; more are not reported, but counted.
+  int32_t max_kv_events = 16384;
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version
 
   [[nodiscard]] bool HasHostCache() const { return !disable_l2_cache && num_host_pages > 1; }

@@ -14,7 +14,7 @@ bool IsSpared(const Request& request, bool spare_covered) {
   return spare_covered && request.Budget().ReserveCoversGeneration();
 }
 
-bool IsQuiescent(const Request& request) { return request.resources().results_in_flight == 0; }
+bool IsQuiescent(const Request& request) { return request.resources().rows_out.empty(); }
 
 }  // namespace
 

@@ -24,7 +24,7 @@ void Scheduler::ScheduleHandOffs(Round& round) {
 void Scheduler::RestartLonePrompt(Round& round) {
   Request* blocked = round.blocker();
   if (blocked == nullptr || blocked->state() != RequestState::kPrefilling) return;
-  if (book_.resident().size() > 1 || blocked->resources().results_in_flight > 0) return;
+  if (book_.resident().size() > 1 || !blocked->resources().rows_out.empty()) return;
   // It has the pool to itself, so its blocks are scattered over parents that others had opened. Only an empty pool
   // packs as densely as the capacity model promises. Nothing of an unfinished prompt is in the peer's hands.
   Retract(*blocked, /*made_way=*/false);

@@ -9,6 +9,7 @@ namespace tokenspeed {
 
 ExecutionPlan Scheduler::NextExecutionPlan() {
   book_.Reap();
+  if (ledger_.has_value()) ledger_->Trim(coordinator_);
   Round round(config_, ++round_number_, book_.resident().size());
   switch (config_.role) {
     case SchedulerConfig::Role::kPrefill:
@@ -63,7 +64,7 @@ bool Scheduler::AnythingOut() const {
   const bool any_handed_off = !config_.DecodesHere() && book_.Count(RequestState::kDecoding) > 0;
   if (any_handed_off || book_.Count(RequestState::kRemotePrefilling) > 0) return true;
   for (const auto& [rank, request] : book_.resident()) {
-    if (request->resources().results_in_flight > 0) return true;
+    if (!request->resources().rows_out.empty()) return true;
   }
   return false;
 }

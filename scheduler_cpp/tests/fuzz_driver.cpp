@@ -1,7 +1,7 @@
 // Drives a fuzz target without libFuzzer: replays the files named, or generates `--runs` inputs from `--seed`.
 //
-//   cache_fuzz --runs=10000 --seed=7
-//   cache_fuzz crash-0123abcd
+//   call_sequence_fuzz --runs=10000 --seed=7
+//   call_sequence_fuzz crash-0123abcd
 
 #include <charconv>
 #include <cstddef>

@@ -115,11 +115,15 @@ def test_what_is_no_text_is_refused_by_the_attribute(field: str, value: object, 
         Scheduler(make_config([FULL], 8)).set_weight_version(value)  # type: ignore[arg-type]
 
 
-def test_an_id_may_be_huge_or_empty() -> None:
+def test_an_id_has_at_least_one_byte_and_at_most_4096() -> None:
     s = Scenario([FULL], 63)
-    huge = "\U0001f600" * 1_000_000
-    s.submit(huge, 4)
-    s.submit("", 4)
-    assert s.plan().ids == [huge, ""]
+    longest = "\U0001f600" * 1024
+    with pytest.raises(ValueError, match="entry 1: request_id must have at most 4096 bytes, got 4097"):
+        s.scheduler.submit_requests([spec("good", PROMPT), spec(longest + "x", PROMPT)])
+    with pytest.raises(ValueError, match="entry 0: request_id must not be empty"):
+        s.submit("", 4)
+    assert s.scheduler.waiting_size() == 0
+    s.submit(longest, 4)
+    assert s.plan().ids == [longest]
     with pytest.raises(ValueError, match="already in use"):
-        s.submit(huge, 4)
+        s.submit(longest, 4)

@@ -256,16 +256,17 @@ def test_a_failed_transfer_gives_everything_back_and_keeps_what_was_published() 
 def test_an_abort_is_heard_in_every_state() -> None:
     s = PrefillWorker([FULL], 16, budget=4)
     for rounds in range(4):
-        s.submit("r", 6)
+        request_id = f"r{rounds}"  # the results of an aborted one are still to come
+        s.submit(request_id, 6)
         if rounds > 0:
-            s.advance(PD.BootstrappedEvent("r"))
+            s.advance(PD.BootstrappedEvent(request_id))
         for _ in range(rounds):
             s.plan()
         if rounds == 3:
-            s.land("r")
-            s.land("r", 1)
-            assert handed_off(s.plan()) == ["r"]
-        s.abort("r")
+            s.land(request_id)
+            s.land(request_id, 1)
+            assert handed_off(s.plan()) == [request_id]
+        s.abort(request_id)
         s.plan()
         assert (s.available, s.scheduler.bootstrapping_size(), s.scheduler.pd_transfer_size()) == (16, 0, 0)
 

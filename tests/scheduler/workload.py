@@ -47,11 +47,11 @@ class RowArrays:
         self.counts.append(len(tokens))
         self.tokens += tokens
 
-    def land(self, scheduler: Scheduler) -> None:
+    def land(self, scheduler: Scheduler, round_number: int) -> None:
         slots, counts, tokens, finished = (
             np.array(values, np.int32) for values in (self.slots, self.counts, self.tokens, self.finished)
         )
-        scheduler.advance_rows(slots, counts, tokens)
+        scheduler.advance_rows(slots, counts, tokens, round_number)
         scheduler.finish_rows(finished)
 
 
@@ -72,7 +72,7 @@ class Workload:
         self.device = SimulatedDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
         self.priorities: Sequence[int] = (0,)  # of new requests
         self.live: dict[str, Live] = {}
-        self.pending: list[list[Landing]] = []  # results by step, oldest first
+        self.pending: list[tuple[int, list[Landing]]] = []  # round and results of each step, oldest first
         self.submitted = 0
         self.hits = 0
         self.takers: set[str] = set()  # requests whose first row in this step takes over another one's blocks
@@ -161,7 +161,7 @@ class Workload:
         return step
 
     def execute(self, step: Step) -> None:
-        self.pending.append(self.device.run(step))
+        self.pending.append((step.plan.round_number, self.device.run(step)))
 
     def settle(self) -> None:
         """What must happen after the last request, before everything is back."""
@@ -184,7 +184,8 @@ class Workload:
         """The oldest step's results; requests that have enough end."""
         results, rows = ExecutionEvent(), RowArrays()
         reserves: list[object] = []
-        for landing in self.pending.pop(0):
+        round_number, landings = self.pending.pop(0)
+        for landing in landings:
             request_id, tokens = landing.request_id, landing.tokens
             results.add_event(extend_result(request_id, tokens))
             request = self.live.get(request_id)
@@ -201,7 +202,7 @@ class Workload:
                 reserves.append(reserve(request_id, len(tokens)))
         by_event, by_row = self.schedulers
         by_event.advance(results)
-        rows.land(by_row)
+        rows.land(by_row, round_number)
         self.advance(*reserves)
 
     def disturb(self) -> None:

@@ -1,7 +1,7 @@
 """Landing: a step's outputs become tokens, stop decisions and deltas, and results for the scheduler.
 
 A late stop costs one wasted row: the next step may already be in flight with the sample's row in it, and what that
-row drew is dropped here. Its slot may be another sample's by then, so the scheduler must not hear of it either.
+row drew is dropped here. Its slot may be another sample's by then; the scheduler knows by the round that it is not.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class RowResults:
     tokens: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
 
-    def apply(self, scheduler: scheduling.Scheduler) -> None:
-        """Advances the scheduler by these results."""
+    def apply(self, scheduler: scheduling.Scheduler, round_number: int) -> None:
+        """Advances the scheduler by these results, which are all that the plan of this round will ever have."""
         slots, counts = np.array(self.slots, np.int32), np.array(self.token_counts, np.int32)
-        scheduler.advance_rows(slots, counts, np.array(self.tokens, np.int32))
+        scheduler.advance_rows(slots, counts, np.array(self.tokens, np.int32), round_number)
         scheduler.finish_rows(np.array(self.finished, np.int32))
 
 

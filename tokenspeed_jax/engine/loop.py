@@ -38,6 +38,7 @@ class _Submission:
 
 @dataclass(frozen=True)
 class _InFlight:
+    round_number: int
     built: BuiltBatch
     outputs: jax.Array
     dispatched_at: float
@@ -164,7 +165,7 @@ class StepLoop:
         self._prepare_blocks(plan)
         if ids:
             self._empty_rounds = 0
-            self._dispatch(batch, [self._samples[request_id] for request_id in ids])
+            self._dispatch(plan.round_number, batch, [self._samples[request_id] for request_id in ids])
         elif not self._in_flight:
             self._count_empty_round()
         # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
@@ -180,13 +181,13 @@ class StepLoop:
             arena.zero_blocks({group: ids for group, ids in plan.pages_to_zero_arrays().items() if len(ids)})
         arena.copy_blocks(plan.pages_to_copy)
 
-    def _dispatch(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
+    def _dispatch(self, round_number: int, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples)
         outputs = self._programs.run(built)
         for row in built.rows:
             row.sample.num_dispatched += row.produces_token
-        self._in_flight.append(_InFlight(built, outputs, time.perf_counter()))
+        self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
@@ -208,7 +209,7 @@ class StepLoop:
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built.rows, outputs)
-        results.apply(self._scheduler)
+        results.apply(self._scheduler, step.round_number)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
