@@ -80,6 +80,8 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        dense_block_tables: whether plans carry their rows' block tables. Without, only the resident tables are there to
+            be read, and a plan costs what changed rather than what its rows hold.
         max_kv_events: stored events that may wait for a drain; later ones are dropped and counted.
         max_overtaken_rounds: rounds in which a waiting request that does not fit may be passed by requests behind it;
             after them nobody behind it, later or less urgent, is admitted before it is. 0 = nobody is ever passed.
@@ -108,6 +110,7 @@ class SchedulerConfig:
     prefix_replay_tokens: int
     max_overtaken_rounds: int
     max_kv_events: int
+    dense_block_tables: bool
     weight_version: str
     def __init__(self) -> None: ...
 
@@ -338,13 +341,15 @@ class Forward:
         def extend_prefix_lens_array(self) -> npt.NDArray[np.int32]: ...
         def extend_replay_lens_array(self) -> npt.NDArray[np.int32]: ...
         def decode_input_ids_array(self) -> npt.NDArray[np.int32]: ...
+        def arrays(self) -> dict[str, npt.NDArray[np.int32]]:
+            """Every list of numbers by its name: int32 [entries], read-only views."""
 
 class ExecutionPlan:
     """Everything one round asks of the executor; `forward` holds exactly one batch, possibly without rows.
 
     In this order: write-backs that are not pinned, the zeroing of `pages_to_zero`, `pages_to_copy`, load-backs, the
-    batch. A copy (source, destination) takes the whole contents of a block to another one of its group; no block is both
-    a source and a destination.
+    batch. A copy (source, destination) takes the whole contents of a block to another one of its group; no block is
+    both a source and a destination.
     """
 
     @property
@@ -365,6 +370,12 @@ class ExecutionPlan:
     @property
     def pages_to_copy(self) -> dict[str, list[tuple[int, int]]]: ...
     def pages_to_copy_arrays(self) -> dict[str, npt.NDArray[np.int32]]: ...
+    def table_changes(self) -> dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """What changed in the resident tables since the plan before this one, for each group in which something did.
+
+        Spans, int32 [spans, 3] of request-pool slot, first column and length, and their entries one after the other,
+        int32 [entries]. Read-only views.
+        """
 
 class Scheduler:
     """Decides, round by round, which requests run and where their cache lives.
@@ -421,6 +432,12 @@ class Scheduler:
         """
     def finish_rows(self, slots: npt.NDArray[np.int32]) -> None:
         """A Finish for the request in each slot, in order; all or nothing, with the errors of `advance_rows`."""
+    def block_table_views(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Per group the tables of all resident requests: int32 [request-pool slots + 1, columns], -1 beyond a row's end.
+
+        Read-only views that every plan keeps up to date in place. Ask again after each plan: a grid that had to grow
+        is another array.
+        """
     def drain_kv_events(self) -> list[KVEvent.BlockStored | KVEvent.BlockRemoved]:
         """The net change since the last drain: removed boundaries deepest first, then stored ones shallowest first."""
     def dropped_kv_events(self) -> int:

@@ -20,12 +20,13 @@ Differences of the two vocabularies:
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from interface import STATE, WINDOW, Engine, Move, Outcome, Request, Row, View
+from interface import STATE, WINDOW, Engine, Move, Outcome, Request, Row, View  # pyright: ignore[reportMissingImports]
 
 import tokenspeed_jax
 from tokenspeed_jax import scheduler as ts
@@ -143,6 +144,8 @@ class OursAdapter:
     def __init__(self, engine: Engine) -> None:
         self.native = ts.Scheduler(build_config(engine))
         self.page = engine.block_tokens
+        self.width = engine.decode_width
+        self.ones = np.ones(engine.max_batch, np.int32)
         self.state_spans = {group.name: group.block_tokens for group in engine.groups if group.kind == STATE}
         self.computed = np.zeros(engine.max_batch + 1, np.int64)  # by slot
         self.out: deque[tuple[ts.Forward.Batch, np.ndarray]] = deque()  # batches whose results are still to come
@@ -188,7 +191,7 @@ class OursAdapter:
         return StateTables(views, slots, self.state_spans, edges, self.page)
 
     def _moves(self, operation: Any) -> Iterator[Move]:
-        names = [group for group in self.native.block_table_views()]
+        names = list(self.native.block_table_views())
         saves = isinstance(operation, ts.Cache.WriteBackOp)
         for op_id, groups, sources, destinations in zip(
             operation.op_ids, operation.group_ids, operation.src_pages, operation.dst_pages, strict=True
@@ -207,8 +210,11 @@ class OursAdapter:
     def pack(self, outcome: Outcome) -> tuple[Any, int]:
         batch, slots = self.out.popleft()
         results = outcome.results
-        counts = np.fromiter((len(tokens) for _, tokens, _ in results), np.int32, len(results))
-        tokens = np.fromiter((token for _, drawn, _ in results for token in drawn), np.int32)
+        drawn = [token for _, tokens, _ in results for token in tokens]
+        tokens = np.frombuffer(array("i", drawn), np.int32)
+        # Most steps are decodes of one token a row.
+        one_each = self.width == 1 and len(drawn) == len(results)
+        counts = self.ones[: len(results)] if one_each else np.array([len(t) for _, t, _ in results], np.int32)
         kept = slots
         if self.ended:
             rids = batch.request_ids
@@ -316,8 +322,9 @@ def _teach_shadow(harness: Any) -> None:
     """Makes the shadow memory carry out the second snapshot of a row that crosses a prefix boundary."""
     plain = harness.Shadow._state
 
-    def state(self: Any, step, group, table, live, start, end, cleared, writes, seen) -> None:
-        plain(self, step, group, table, live, start, end, cleared, writes, seen)
+    def state(self: Any, step: Any, group: Any, table: Any, live: Any, *rest: Any) -> None:
+        plain(self, step, group, table, live, *rest)
+        writes = rest[3]  # start, end, cleared, writes, seen
         if len(table) == 4 and table[3] > 0:
             writes.append((group.name, int(table[2]), None, [live.prefix[int(table[3]) - 1]]))
 

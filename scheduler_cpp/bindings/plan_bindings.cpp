@@ -22,7 +22,7 @@ namespace {
 
 py::array ReadOnlyView(const int32_t* data, std::vector<py::ssize_t> shape, const py::object& owner) {
   py::array_t<int32_t> view(std::move(shape), data, owner);
-  view.attr("setflags")(py::arg("write") = false);
+  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
 

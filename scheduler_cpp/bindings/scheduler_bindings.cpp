@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -70,6 +71,45 @@ std::span<const int32_t> Entries(const char* name, const IntArray& array) {
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
+int32_t TokenAt(PyObject* item, std::size_t index) {
+  const py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(item));
+  if (!number) {
+    PyErr_Clear();
+    throw py::type_error("tokens[" + std::to_string(index) + "] must be an int, got " + Py_TYPE(item)->tp_name);
+  }
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0 || value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
+    throw std::invalid_argument("tokens[" + std::to_string(index) + "] must fit 32 bits, got " +
+                                std::string(py::str(number)));
+  }
+  return static_cast<int32_t>(value);
+}
+
+// Of an int32 array, or of any sequence of integers.
+std::vector<int32_t> TokensOf(const py::object& tokens) {
+  if (IntArray::check_(tokens)) {
+    const auto array = py::reinterpret_borrow<IntArray>(tokens);
+    if (array.ndim() == 1) return {array.data(), array.data() + array.size()};
+  }
+  if (py::isinstance<py::str>(tokens) || py::isinstance<py::bytes>(tokens)) {
+    throw py::type_error("tokens must be a sequence of ints, got text");
+  }
+  if (PySequence_Check(tokens.ptr()) == 0) throw py::type_error("tokens must be a sequence of ints");
+  // A copy, which no item can change while it is asked for its value.
+  const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tokens.ptr()));
+  if (!items) throw py::error_already_set();
+  std::vector<int32_t> values(items.size());
+  for (std::size_t index = 0; index < values.size(); ++index) {
+    PyObject* item = PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(index));
+    int overflow = 0;
+    const long value = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : 0;
+    const bool is_plain = PyLong_CheckExact(item) && overflow == 0 && value == static_cast<int32_t>(value);
+    values[index] = is_plain ? static_cast<int32_t>(value) : TokenAt(item, index);
+  }
+  return values;
+}
+
 void AdvanceRows(GuardedScheduler& self, const IntArray& slots, const IntArray& token_counts, const IntArray& tokens,
                  int64_t round_number) {
   const RowResults rows{.slots = Entries("slots", slots),
@@ -94,7 +134,7 @@ py::dict BlockTableArrays(GuardedScheduler& self) {
     auto* owner = new std::shared_ptr<const int32_t[]>(std::move(view.ids));
     const py::capsule base(owner, [](void* held) { delete static_cast<std::shared_ptr<const int32_t[]>*>(held); });
     py::array_t<int32_t> array({rows, columns}, ids, base);
-    array.attr("setflags")(py::arg("write") = false);
+    py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
     arrays[py::str(group_id)] = std::move(array);
   }
   return arrays;
@@ -190,7 +230,9 @@ void BindScheduler(py::module_& module) {
   py::class_<RequestSpec>(module, "RequestSpec", "What a caller submits.")
       .def(py::init<>())
       .def_property("request_id", TextGetter(&RequestSpec::request_id), TextSetter(&RequestSpec::request_id))
-      .def_readwrite("tokens", &RequestSpec::tokens)
+      .def_property(
+          "tokens", [](const RequestSpec& spec) { return spec.tokens; },
+          [](RequestSpec& spec, const py::object& tokens) { spec.tokens = TokensOf(tokens); })
       .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens)
       .def_readwrite("priority", &RequestSpec::priority)
       .def_property("cache_salt", TextGetter(&RequestSpec::cache_salt), TextSetter(&RequestSpec::cache_salt))

@@ -227,24 +227,15 @@ void CacheCoordinator::Free(std::span<BlockTable> tables) {
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].allocator().Free(tables[g]);
 }
 
-bool CacheCoordinator::TailsHaveRoom(std::span<const BlockTable> tables, int32_t num_tokens) const {
-  CheckShapes(tables);
-  return std::all_of(tables.begin(), tables.end(),
-                     [&](const BlockTable& table) { return table.available_tokens >= num_tokens; });
-}
-
-bool CacheCoordinator::HasReclaimableBlocks(std::span<const BlockTable> tables, int32_t num_computed_tokens) const {
+bool CacheCoordinator::ConsumeInPlace(std::span<BlockTable> tables, int32_t num_tokens, int32_t num_computed_tokens) {
   CheckShapes(tables);
   for (std::size_t g = 0; g < groups_.size(); ++g) {
+    if (tables[g].available_tokens < num_tokens) return false;
     const int32_t expired = groups_[g].geometry().ExpiredBlocks(num_computed_tokens);
-    if (groups_[g].allocator().HasReclaimableBlocksAt(tables[g], expired)) return true;
+    if (expired > 0 && groups_[g].allocator().HasReclaimableBlocksAt(tables[g], expired)) return false;
   }
-  return false;
-}
-
-void CacheCoordinator::ConsumeReservedTokens(std::span<BlockTable> tables, int32_t num_tokens) {
-  CheckShapes(tables);
   for (std::size_t g = 0; g < groups_.size(); ++g) groups_[g].allocator().ConsumeReservedTokens(tables[g], num_tokens);
+  return true;
 }
 
 int32_t CacheCoordinator::NumAvailableLcmBlocks() const {

@@ -143,11 +143,9 @@ class CacheCoordinator {
 
   void Free(std::span<BlockTable> tables);
 
-  // The test for a decode step in place: every tail has room for `num_tokens`, and no group has a block to give up at
-  // the frontier. Then ConsumeReservedTokens does what an admission would, allocating nothing.
-  bool TailsHaveRoom(std::span<const BlockTable> tables, int32_t num_tokens) const;
-  bool HasReclaimableBlocks(std::span<const BlockTable> tables, int32_t num_computed_tokens) const;
-  void ConsumeReservedTokens(std::span<BlockTable> tables, int32_t num_tokens);
+  // A decode step in place: when every tail has room for `num_tokens`, and no group has a block to give up at the
+  // frontier, does what an admission would, allocating nothing. Otherwise false, and no change.
+  bool ConsumeInPlace(std::span<BlockTable> tables, int32_t num_tokens, int32_t num_computed_tokens);
 
   // Gauges. Parents are counted once however many blocks of them are referenced.
   int32_t NumEmptyLcmBlocks() const { return pool_.NumEmptyLcmBlocks(); }

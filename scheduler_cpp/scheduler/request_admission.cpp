@@ -250,13 +250,11 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
   RequestResources& resources = request.resources();
   const int32_t growth = request.next_reserve();
   const int32_t frontier = request.NumComputedTokens();
-  CacheProgress progress = resources.progress;
-  const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
-                             .num_computed_tokens = frontier};
-  if (!made.completed_pages.has_value() && coordinator_.TailsHaveRoom(resources.tables(), growth) &&
-      !coordinator_.HasReclaimableBlocks(resources.tables(), frontier)) {
-    coordinator_.ConsumeReservedTokens(resources.tables(), growth);
-  } else {
+  const bool completes_page = frontier / config_.prefix_granularity > resources.progress.num_hashed_pages;
+  if (completes_page || !coordinator_.ConsumeInPlace(resources.tables(), growth, frontier)) {
+    CacheProgress progress = resources.progress;
+    const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
+                               .num_computed_tokens = frontier};
     const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(), DecodeDemands(growth),
                                              made, progress.access_epoch);
     if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
@@ -266,7 +264,11 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
     resources.WriteTables(made.completed_pages);
   }
   resources.covered_tokens += growth;
-  book_.Move(request, [&](Request& moved) { moved.StartDecode(config_.decode_input_tokens); });
+  if (request.state() == RequestState::kDecoding) {
+    request.SetNextReserve(config_.decode_input_tokens);
+  } else {
+    book_.Move(request, [&](Request& moved) { moved.StartDecode(config_.decode_input_tokens); });
+  }
   return AdmissionOutcome::kScheduled;
 }
 

@@ -68,9 +68,7 @@ void BenchmarkDecode() {
     for (int32_t step = 0; step < kSteps; ++step) {
       const int32_t computed = 8192 + step;
       for (auto& tables : residents) {
-        if (cache.TailsHaveRoom(tables, 1) && !cache.HasReclaimableBlocks(tables, computed)) {
-          cache.ConsumeReservedTokens(tables, 1);
-        } else {
+        if (!cache.ConsumeInPlace(tables, 1, computed)) {
           cache.Admit(neutral, tables, one, testing::Frontier(computed), uint64_t{1});
         }
       }

@@ -245,11 +245,8 @@ bool CacheWorkload::Prefill(Request& request, const PrefixProbe& probe, int32_t 
 
 bool CacheWorkload::Decode(Request& request, const RequestProgress& progress) {
   request.tokens.push_back(1000 * (1 + arrivals_) + request.computed);
-  const bool in_place = !progress.completed_pages && cache_.TailsHaveRoom(request.tables, 1) &&
-                        !cache_.HasReclaimableBlocks(request.tables, request.computed);
-  if (in_place) {
-    cache_.ConsumeReservedTokens(request.tables, 1);
-  } else if (!Admit(request, cache_.ProbePrefix({}), std::vector(specs_.size(), Dense(1)), progress)) {
+  const bool in_place = !progress.completed_pages && cache_.ConsumeInPlace(request.tables, 1, request.computed);
+  if (!in_place && !Admit(request, cache_.ProbePrefix({}), std::vector(specs_.size(), Dense(1)), progress)) {
     request.tokens.pop_back();
     return false;
   }

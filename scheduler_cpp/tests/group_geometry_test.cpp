@@ -65,13 +65,12 @@ TEST(GroupGeometry, GT3_reserve_is_capacity_and_consuming_it_touches_no_block) {
   EXPECT_TRUE(r.Admit({Dense(1, 8)}));
   EXPECT_EQ(r.Blocks(0), 3);
   EXPECT_EQ(r.Available(0), 11);
-  EXPECT_TRUE(r.cache.TailsHaveRoom(r.tables, 11));
-  EXPECT_FALSE(r.cache.TailsHaveRoom(r.tables, 12));
-  r.cache.ConsumeReservedTokens(r.tables, 8);
+  EXPECT_FALSE(r.cache.ConsumeInPlace(r.tables, 12, 1));
+  EXPECT_TRUE(r.cache.ConsumeInPlace(r.tables, 8, 1));
   EXPECT_EQ(r.Available(0), 3);
   EXPECT_EQ(r.cache.NumEmptyLcmBlocks(), 5);
-  EXPECT_FATAL(r.cache.ConsumeReservedTokens(r.tables, 4));
-  EXPECT_FATAL(r.cache.ConsumeReservedTokens(r.tables, -1));
+  EXPECT_FALSE(r.cache.ConsumeInPlace(r.tables, 4, 1));
+  EXPECT_FATAL(r.cache.ConsumeInPlace(r.tables, -1, 1));
 }
 
 TEST(GroupGeometry, GT4_refused_growth_changes_nothing) {
@@ -86,11 +85,11 @@ TEST(GroupGeometry, GT5_window_drops_what_no_query_can_read) {
   for (const auto& [frontier, holes] : holes_at) {
     Resident r(2, 8, {Window(4, 2)});
     EXPECT_TRUE(r.Admit({Dense(10)}));
-    EXPECT_EQ(r.cache.HasReclaimableBlocks(r.tables, frontier), holes > 0);
+    EXPECT_EQ(r.cache.ConsumeInPlace(r.tables, 0, frontier), holes == 0);
     EXPECT_TRUE(r.Admit({Dense(0)}, Frontier(frontier)));
     EXPECT_EQ(NumHoles(r.tables[0]), holes);
     EXPECT_EQ(r.tables[0].reclaimed_prefix_blocks, holes);
-    EXPECT_FALSE(r.cache.HasReclaimableBlocks(r.tables, frontier));
+    EXPECT_TRUE(r.cache.ConsumeInPlace(r.tables, 0, frontier));
   }
 }
 

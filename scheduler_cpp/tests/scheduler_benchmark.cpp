@@ -16,6 +16,7 @@
 namespace tokenspeed {
 namespace {
 
+// Prompts differ in length, so that in each step a sixteenth of the rows completes a page.
 struct Workload {
   const char* name;
   int32_t rows;
@@ -84,7 +85,7 @@ void Land(Scheduler& scheduler, const ExecutionPlan& plan) {
 void Run(const Workload& workload, int steps) {
   Scheduler scheduler(ConfigFor(workload));
   std::vector<RequestSpec> specs;
-  for (int32_t i = 0; i < workload.rows; ++i) specs.push_back(Prompt(i, workload.prompt, workload.max_new));
+  for (int32_t i = 0; i < workload.rows; ++i) specs.push_back(Prompt(i, workload.prompt + i % 16, workload.max_new));
   scheduler.SubmitRequests(std::move(specs));
   while (scheduler.DecodingSize() < workload.rows) Land(scheduler, scheduler.NextExecutionPlan());
   specs.clear();

@@ -1,5 +1,5 @@
-"""Waiting requests that were refused are not looked at again until something changed: the plans are those of a scheduler
-that looks every time."""
+"""Waiting requests that were refused are not looked at again until something changed: the plans are those of a
+scheduler that looks every time."""
 
 import pytest
 
