@@ -433,7 +433,7 @@ class Scheduler:
     def finish_rows(self, slots: npt.NDArray[np.int32]) -> None:
         """A Finish for the request in each slot, in order; all or nothing, with the errors of `advance_rows`."""
     def block_table_views(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Per group the tables of all resident requests: int32 [request-pool slots + 1, columns], -1 beyond a row's end.
+        """Per group the tables of all resident requests: int32 [request-pool slots + 1, columns], -1 past a row's end.
 
         Read-only views that every plan keeps up to date in place. Ask again after each plan: a grid that had to grow
         is another array.
