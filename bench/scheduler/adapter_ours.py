@@ -13,8 +13,9 @@ Differences of the two vocabularies:
 - `max_suspended` limits the peer's images; here a suspended request holds none of its own, so any value that the
   batch limit already implies is accepted and a smaller one is refused.
 - A state group has a slot for every `block_tokens` tokens. The row's read slot ends at its first token, the write slot
-  holds its last one. A prefill row that crosses a prefix boundary inside writes a second snapshot there; the shared
-  shadow memory knows one write a row, so `_teach_shadow` lets it see the other one too.
+  holds its last one; a row that starts at token 0 starts from its write slot, which the plan has had cleared. A prefill
+  row that crosses a prefix boundary inside writes a second snapshot there; the shared shadow memory knows one write a
+  row, so `_teach_shadow` lets it see the other one too.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class StateTables(Tables):
             at = lambda tokens: np.where(tokens > 0, table[rows, np.maximum(tokens - 1, 0) // span], 0)  # noqa: E731
             inner = end - end % self._page
             snapshot = np.where((inner > start) & (inner < end), inner, 0)
-            self._gathered[group] = np.stack([at(start), at(end), at(snapshot), snapshot], axis=1)
+            read = np.where(start > 0, at(start), at(end))
+            self._gathered[group] = np.stack([read, at(end), at(snapshot), snapshot], axis=1)
         return super().__getitem__(group)
 
 
