@@ -45,24 +45,29 @@ lint: $(INSTALLED)
 	$(PYTHON) -m pyright --pythonpath $(PYTHON) | sed 's|$(CURDIR)/build/types/||'
 
 CONFIGURE_CPP := .venv/bin/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/.venv/bin/ninja" -DTOKENSPEED_BUILD_TESTS=ON
+HAS_CLANG := $(shell command -v $(CLANG))
+# One build for the tests and the fuzzers, where there is a compiler that has libFuzzer.
+FUZZER := $(if $(HAS_CLANG),-DCMAKE_CXX_COMPILER=$(CLANG) -DTOKENSPEED_LIBFUZZER=ON)
 
-test-cpp: $(INSTALLED) test-threads $(if $(shell command -v $(CLANG)),fuzz)
-	$(CONFIGURE_CPP) -B .build/cpp -DTOKENSPEED_SANITIZE=address
+.build/cpp/.configured: scheduler_cpp/CMakeLists.txt | $(INSTALLED)
+	$(CONFIGURE_CPP) -B .build/cpp -DTOKENSPEED_SANITIZE=address -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 $(FUZZER)
+	touch $@
+
+test-cpp: .build/cpp/.configured test-threads $(if $(HAS_CLANG),fuzz)
 	.venv/bin/cmake --build .build/cpp --parallel "$$(nproc)"
 	.venv/bin/ctest --test-dir .build/cpp/scheduler_cpp --output-on-failure --no-tests=error
 
 # What only several threads can break, under ThreadSanitizer.
 test-threads: $(INSTALLED)
-	$(CONFIGURE_CPP) -B .build/threads -DTOKENSPEED_SANITIZE=thread -DCMAKE_BUILD_TYPE=Debug
+	$(CONFIGURE_CPP) -B .build/threads -DTOKENSPEED_SANITIZE=thread -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
 	.venv/bin/cmake --build .build/threads --parallel "$$(nproc)" --target exclusive_test
 	.venv/bin/ctest --test-dir .build/threads/scheduler_cpp --label-regex threads --output-on-failure --no-tests=error
 
-# libFuzzer from the committed seeds; what it finds beyond them stays in .build/fuzz/corpus for the next run.
-fuzz: $(INSTALLED)
-	$(CONFIGURE_CPP) -B .build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DTOKENSPEED_SANITIZE=address -DTOKENSPEED_LIBFUZZER=ON
-	.venv/bin/cmake --build .build/fuzz --parallel "$$(nproc)" --target call_sequence_fuzz
+# libFuzzer from the committed seeds; what it finds beyond them stays in .build/fuzz for the next run.
+fuzz: .build/cpp/.configured
+	.venv/bin/cmake --build .build/cpp --parallel "$$(nproc)" --target call_sequence_fuzz
 	mkdir -p .build/fuzz/corpus
-	.build/fuzz/scheduler_cpp/call_sequence_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=1500 -timeout=20 \
+	.build/cpp/scheduler_cpp/call_sequence_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=1500 -timeout=20 \
 	  -print_final_stats=1 -artifact_prefix=.build/fuzz/ .build/fuzz/corpus scheduler_cpp/tests/seeds/call_sequence
 
 setup: $(INSTALLED)
