@@ -80,8 +80,8 @@ int32_t TokenAt(PyObject* item, std::size_t index) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0 || value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
-    throw std::invalid_argument("tokens[" + std::to_string(index) + "] must fit 32 bits, got " +
-                                std::string(py::str(number)));
+    // A TypeError, as for every other number that has no place in its field.
+    throw py::type_error("tokens[" + std::to_string(index) + "] must fit 32 bits, got " + std::string(py::str(number)));
   }
   return static_cast<int32_t>(value);
 }
