@@ -137,7 +137,7 @@ class RequestSpec:
     """What a caller submits.
 
     Attributes:
-        tokens: the prompt.
+        tokens: the prompt, of an int32 array or any sequence of ints; read as a copy.
         max_new_tokens: 0 = undeclared.
         priority: the lower, the earlier it is served, and the later it is retracted; first come, first served among
             equals. Nobody who runs is interrupted for a more urgent request, unless the cache runs out.
@@ -149,7 +149,10 @@ class RequestSpec:
     """
 
     request_id: str
-    tokens: list[int]
+    @property
+    def tokens(self) -> list[int]: ...
+    @tokens.setter
+    def tokens(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None: ...
     max_new_tokens: int
     priority: int
     cache_salt: str

@@ -24,6 +24,8 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -212,7 +214,7 @@ class OursAdapter:
     def pack(self, outcome: Outcome) -> tuple[Any, int]:
         batch, slots = self.out.popleft()
         results = outcome.results
-        drawn = [token for _, tokens, _ in results for token in tokens]
+        drawn = list(chain.from_iterable(map(itemgetter(1), results)))
         tokens = np.frombuffer(array("i", drawn), np.int32)
         # Most steps are decodes of one token a row.
         one_each = self.width == 1 and len(drawn) == len(results)
@@ -224,16 +226,17 @@ class OursAdapter:
             tokens = tokens[np.repeat(live, counts)]
             kept, counts = slots[live], counts[live]
             self.ended.difference_update(rids)
-        finished = self._slots_of(outcome.finished, batch, slots)
+        finished = self._slots_of(outcome.finished, results, slots)
         events = self._events(outcome)
         self._note_ended(outcome)
         return (kept, counts, tokens, finished, events), len(results) + len(finished) + len(outcome.aborted)
 
-    def _slots_of(self, rids: list[str], batch: ts.Forward.Batch, slots: np.ndarray) -> np.ndarray:
+    @staticmethod
+    def _slots_of(rids: list[str], results: list[Any], slots: np.ndarray) -> np.ndarray:
         if not rids:
             return np.zeros(0, np.int32)
-        at = {rid: index for index, rid in enumerate(batch.request_ids)}
-        return slots[[at[rid] for rid in rids]]
+        of_rows = [rid for rid, _, _ in results]  # in the order of the batch
+        return slots[[of_rows.index(rid) for rid in rids]]
 
     def _note_ended(self, outcome: Outcome) -> None:
         ended = {*outcome.finished, *outcome.aborted}

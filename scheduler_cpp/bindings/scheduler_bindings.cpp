@@ -80,14 +80,29 @@ int32_t TokenAt(PyObject* item, std::size_t index) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0 || value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
-    throw std::invalid_argument("tokens[" + std::to_string(index) + "] must fit 32 bits, got " +
-                                std::string(py::str(number)));
+    // A TypeError, as for every other number that has no place in its field.
+    throw py::type_error("tokens[" + std::to_string(index) + "] must fit 32 bits, got " + std::string(py::str(number)));
   }
   return static_cast<int32_t>(value);
 }
 
+// Whether a list holds nothing but plain ints of 32 bits; then `values` are these. Runs no Python code.
+bool PlainTokens(PyObject* list, std::vector<int32_t>& values) {
+  values.resize(static_cast<std::size_t>(PyList_GET_SIZE(list)));
+  for (std::size_t index = 0; index < values.size(); ++index) {
+    PyObject* item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index));
+    if (!PyLong_CheckExact(item)) return false;
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(item, &overflow);
+    if (overflow != 0 || value != static_cast<int32_t>(value)) return false;
+    values[index] = static_cast<int32_t>(value);
+  }
+  return true;
+}
+
 // Of an int32 array, or of any sequence of integers.
 std::vector<int32_t> TokensOf(const py::object& tokens) {
+  std::vector<int32_t> values;
   if (IntArray::check_(tokens)) {
     const auto array = py::reinterpret_borrow<IntArray>(tokens);
     if (array.ndim() == 1) return {array.data(), array.data() + array.size()};
@@ -95,17 +110,14 @@ std::vector<int32_t> TokensOf(const py::object& tokens) {
   if (py::isinstance<py::str>(tokens) || py::isinstance<py::bytes>(tokens)) {
     throw py::type_error("tokens must be a sequence of ints, got text");
   }
+  if (PyList_CheckExact(tokens.ptr()) != 0 && PlainTokens(tokens.ptr(), values)) return values;
   if (PySequence_Check(tokens.ptr()) == 0) throw py::type_error("tokens must be a sequence of ints");
   // A copy, which no item can change while it is asked for its value.
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tokens.ptr()));
   if (!items) throw py::error_already_set();
-  std::vector<int32_t> values(items.size());
-  for (std::size_t index = 0; index < values.size(); ++index) {
-    PyObject* item = PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(index));
-    int overflow = 0;
-    const long value = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : 0;
-    const bool is_plain = PyLong_CheckExact(item) && overflow == 0 && value == static_cast<int32_t>(value);
-    values[index] = is_plain ? static_cast<int32_t>(value) : TokenAt(item, index);
+  values.clear();
+  for (std::size_t index = 0; index < items.size(); ++index) {
+    values.push_back(TokenAt(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(index)), index));
   }
   return values;
 }

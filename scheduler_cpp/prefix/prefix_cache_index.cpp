@@ -10,7 +10,8 @@ namespace tokenspeed {
 
 void PrefixCacheIndex::Entry::OnUnpinned() noexcept {
   parked.key() = Rank();
-  place = home->order.insert(std::move(parked)).position;
+  // Mostly the newest epoch of all, and of a closed group suffixes first: then it belongs at the very end.
+  place = home->order.insert(home->order.end(), std::move(parked));
 }
 
 void PrefixCacheIndex::Entry::OnPinned() noexcept { parked = home->order.extract(place); }

@@ -52,6 +52,22 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
   }
 }
 
+namespace {
+
+template <typename T>
+void PrefetchAll(const T& object) {
+  constexpr std::size_t kCacheLineBytes = 64;
+  for (std::size_t byte = 0; byte < sizeof(T); byte += kCacheLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(&object) + byte);
+  }
+}
+
+}  // namespace
+
+void RequestResources::Prefetch() const { PrefetchAll(*this); }
+
+void Request::Prefetch() const { PrefetchAll(*this); }
+
 Request::Request(RequestSpec spec, const std::string& weight_version, int64_t sequence, SchedulerConfig::Role role,
                  const Request* parent)
     : id_(std::move(spec.request_id)),

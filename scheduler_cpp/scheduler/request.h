@@ -45,6 +45,9 @@ class RequestResources {
   // was published with it, which may have put other blocks into slots that were already written.
   void WriteTables(const std::optional<CompletedPages>& completed);
 
+  void Prefetch() const;
+  void PrefetchTables() const { __builtin_prefetch(tables_.data()); }
+
   CacheProgress progress;
   RowsOut rows_out;
   int64_t covered_tokens = 0;  // tokens that admissions have made room for, reserves left aside
@@ -171,6 +174,15 @@ class Request {
   // others' sake from one that the executor asked for. `retraction` numbers the retractions of all requests.
   void Retract(bool made_way, bool has_recoverable_snapshot, int64_t retraction);
   void Finish();
+
+  // Hints to the processor that the request, or what it holds, is about to be used.
+  void Prefetch() const;
+  void PrefetchResources() const {
+    if (resources_ != nullptr) resources_->Prefetch();
+  }
+  void PrefetchTables() const {
+    if (resources_ != nullptr) resources_->PrefetchTables();
+  }
 
   // Set when an unfinished prompt had to give way: it comes back only when no decode lacks storage and no other
   // prompt is unfinished. Otherwise it would take what they wait for, block on its next chunk, give way, and so on

@@ -9,7 +9,7 @@ void RequestBook::Insert(RequestSpec spec, const std::string& weight_version) {
   auto request = std::make_unique<Request>(std::move(spec), weight_version, next_sequence_, role_, parent);
   const auto [entry, inserted] = by_id_.try_emplace(request->id(), std::move(request));
   Request* added = entry->second.get();
-  OrderOf(added->state())->emplace(added->rank(), added);
+  Join(*added);
   ++counts_[static_cast<std::size_t>(added->state())];
   ++next_sequence_;
   ++version_;
@@ -20,23 +20,26 @@ Request* RequestBook::Find(const std::string& id) const {
   return entry == by_id_.end() ? nullptr : entry->second.get();
 }
 
-RequestBook::Order* RequestBook::OrderOf(RequestState state) {
-  switch (state) {
-    case RequestState::kBootstrapping:
-      return &bootstrapping_;
-    case RequestState::kSubmitted:
-    case RequestState::kRetracted:
-      return &waiting_;
-    case RequestState::kPrefilling:
-    case RequestState::kRemotePrefilling:
-    case RequestState::kPrefillAwaitingResult:
-    case RequestState::kPrefillDone:
-    case RequestState::kDecoding:
-      return &resident_;
-    case RequestState::kFinished:
-      break;
+void RequestBook::Join(Request& request) {
+  if (HoldsCache(request.state())) {
+    resident_.Insert(request);
+  } else if (request.state() == RequestState::kBootstrapping) {
+    bootstrapping_.emplace(request.rank(), &request);
+  } else if (request.state() == RequestState::kFinished) {
+    finished_.push_back(&request);
+  } else {
+    waiting_.emplace(request.rank(), &request);
   }
-  return nullptr;
+}
+
+void RequestBook::Leave(Request& request, RequestState state) {
+  if (HoldsCache(state)) {
+    resident_.Erase(request);
+  } else if (state == RequestState::kBootstrapping) {
+    bootstrapping_.erase(request.rank());
+  } else {
+    waiting_.erase(request.rank());
+  }
 }
 
 void RequestBook::Reorder(Request& request, RequestState before) {
@@ -45,16 +48,10 @@ void RequestBook::Reorder(Request& request, RequestState before) {
   ++version_;
   --counts_[static_cast<std::size_t>(before)];
   ++counts_[static_cast<std::size_t>(after)];
-  Order* from = OrderOf(before);
-  Order* to = OrderOf(after);
-  if (from != to) {
-    if (to != nullptr) {
-      to->insert(from->extract(request.rank()));
-    } else {
-      from->erase(request.rank());
-      finished_.push_back(&request);
-    }
-  }
+  const bool stays = HoldsCache(before) && HoldsCache(after);
+  if (stays) return;
+  Leave(request, before);
+  Join(request);
 }
 
 void RequestBook::Reseat(Request& request, std::optional<int32_t> before) {

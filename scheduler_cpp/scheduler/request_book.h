@@ -9,19 +9,52 @@
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_BOOK_H_
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "scheduler/request.h"
 
 namespace tokenspeed {
+
+// Requests by rank, side by side in memory, because every round walks all that hold cache. A change moves what stands
+// behind it, and ends every walk.
+class ResidentOrder {
+ public:
+  using Entry = std::pair<RequestRank, Request*>;
+
+  auto begin() const { return entries_.begin(); }
+  auto end() const { return entries_.end(); }
+  auto rbegin() const { return entries_.rbegin(); }
+  auto rend() const { return entries_.rend(); }
+  std::size_t size() const { return entries_.size(); }
+  bool empty() const { return entries_.empty(); }
+  Request& operator[](std::size_t place) const { return *entries_[place].second; }
+
+  void Insert(Request& request) {
+    const Entry entry(request.rank(), &request);
+    entries_.insert(std::upper_bound(entries_.begin(), entries_.end(), entry.first, IsBefore), entry);
+  }
+  // It must be there.
+  void Erase(const Request& request) {
+    const auto behind = std::upper_bound(entries_.begin(), entries_.end(), request.rank(), IsBefore);
+    entries_.erase(std::prev(behind));
+  }
+
+ private:
+  static bool IsBefore(const RequestRank& rank, const Entry& entry) { return rank < entry.first; }
+
+  std::vector<Entry> entries_;
+};
 
 class RequestBook {
  public:
@@ -48,7 +81,7 @@ class RequestBook {
   // Submitted and Retracted.
   const Order& waiting() const { return waiting_; }
   // Those that hold cache.
-  const Order& resident() const { return resident_; }
+  const ResidentOrder& resident() const { return resident_; }
   // Those of waiting() that are readmissions, in their own order.
   const ReadmissionOrder& readmissions() const { return readmissions_; }
   // Grows with every request that comes, and with every change of a state.
@@ -74,13 +107,15 @@ class RequestBook {
  private:
   void Reorder(Request& request, RequestState before);
   void Reseat(Request& request, std::optional<int32_t> before);
-  Order* OrderOf(RequestState state);
+  // Puts a request into the order that its state belongs to, and takes it out of it.
+  void Join(Request& request);
+  void Leave(Request& request, RequestState state);
 
   SchedulerConfig::Role role_;
   std::unordered_map<std::string, std::unique_ptr<Request>> by_id_;
   Order bootstrapping_;
   Order waiting_;
-  Order resident_;
+  ResidentOrder resident_;
   ReadmissionOrder readmissions_;
   std::vector<Request*> by_slot_;
   std::vector<Request*> finished_;

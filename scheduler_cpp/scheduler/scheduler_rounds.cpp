@@ -196,10 +196,20 @@ void Scheduler::ScheduleWaiting(Round& round) {
 }
 
 void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
-  for (const auto& [rank, request] : book_.resident()) {
-    if (!HasCompletePrefill(request->state()) || round.HasScheduled(*request)) continue;
+  // Requests and what they hold are scattered over memory that the model runner has used since; asking for the next
+  // ones early hides most of the way there.
+  constexpr std::size_t kRequestsAhead = 8;
+  constexpr std::size_t kResourcesAhead = 5;
+  constexpr std::size_t kTablesAhead = 2;
+  const ResidentOrder& resident = book_.resident();
+  for (std::size_t place = 0; place < resident.size(); ++place) {
+    if (place + kRequestsAhead < resident.size()) resident[place + kRequestsAhead].Prefetch();
+    if (place + kResourcesAhead < resident.size()) resident[place + kResourcesAhead].PrefetchResources();
+    if (place + kTablesAhead < resident.size()) resident[place + kTablesAhead].PrefetchTables();
+    Request& request = resident[place];
+    if (!HasCompletePrefill(request.state()) || round.HasScheduled(request)) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
-    if (TryDecode(round, *request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(*request);
+    if (TryDecode(round, request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
   }
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from tokenspeed_jax import _scheduler
@@ -107,11 +108,30 @@ def test_tokens_at_the_ends_of_their_range() -> None:
     twins = Twins([FULL])
     twins.submit("a", [-(2**31), 2**31 - 1, 0, -1])
     for token in (2**31, -(2**31) - 1):
-        with pytest.raises(TypeError):
-            spec("b", [token])
+        with pytest.raises(TypeError, match=rf"tokens\[1\] must fit 32 bits, got {token}"):
+            spec("b", [0, token])
         with pytest.raises(TypeError):
             extend_result("a", [token])
     twins.run_out()
+
+
+def test_tokens_may_be_any_sequence_of_integers_and_nothing_else() -> None:
+    class Shrinking:
+        def __index__(self) -> int:
+            hostile.clear()
+            return 5
+
+    made, expected = RequestSpec(), [1, 2, 3]
+    for tokens in (tuple(expected), np.array(expected, np.int32), np.array(expected), range(1, 4), [True, 2, 3]):
+        made.tokens = tokens  # type: ignore[assignment]
+        assert made.tokens == expected
+    hostile: list[object] = [1, Shrinking(), *range(1000)]
+    made.tokens = hostile  # type: ignore[assignment]
+    assert made.tokens == [1, 5, *range(1000)]
+    for wrong in ("12", b"12", 7, None, [1, None], [1, 2.0], {1, 2}, np.zeros((2, 2), np.int32)):
+        with pytest.raises(TypeError):
+            made.tokens = wrong  # type: ignore[assignment]
+    assert made.tokens == [1, 5, *range(1000)]
 
 
 def test_a_request_for_too_many_keys() -> None:
