@@ -123,14 +123,20 @@ class StateTables(Tables):
     """Tables that add, for each row of a state group, where it reads and writes: what a step program computes."""
 
     def __init__(
-        self, views: Mapping[str, np.ndarray], slots: np.ndarray, spans: Mapping[str, int], edges: np.ndarray, page: int
+        self,
+        views: Mapping[str, np.ndarray],
+        slots: np.ndarray,
+        spans: Mapping[str, int],
+        ends: np.ndarray,
+        lengths: np.ndarray,
+        page: int,
     ) -> None:
         super().__init__(views, slots)
-        self._spans, self._edges, self._page = spans, edges, page
+        self._spans, self._ends, self._lengths, self._page = spans, ends, lengths, page
 
     def __getitem__(self, group: str) -> np.ndarray:
         if group in self._spans and group not in self._gathered:
-            start, end = self._edges.T
+            end, start = self._ends, self._ends - self._lengths
             rows, span = np.arange(len(start)), self._spans[group]
             table = super().__getitem__(group)
             at = lambda tokens: np.where(tokens > 0, table[rows, np.maximum(tokens - 1, 0) // span], 0)  # noqa: E731
@@ -187,12 +193,12 @@ class OursAdapter:
         views = self.native.block_table_views()
         if not self.state_spans:
             return Tables(views, slots)
-        prefills = len(arrays["extend_prefix_lens"])
-        edges = np.stack([self.computed[slots], self.computed[slots]], axis=1)
-        edges[:prefills, 0] = arrays["extend_prefix_lens"]
-        edges[:, 1] = edges[:, 0] + arrays["input_lengths"]
-        self.computed[slots] = edges[:, 1]
-        return StateTables(views, slots, self.state_spans, edges, self.page)
+        lengths, starts = arrays["input_lengths"], arrays["extend_prefix_lens"]
+        if len(starts):
+            self.computed[slots[: len(starts)]] = starts
+        ends = self.computed[slots] + lengths
+        self.computed[slots] = ends
+        return StateTables(views, slots, self.state_spans, ends, lengths, self.page)
 
     def _moves(self, operation: Any) -> Iterator[Move]:
         names = list(self.native.block_table_views())
@@ -226,10 +232,13 @@ class OursAdapter:
             tokens = tokens[np.repeat(live, counts)]
             kept, counts = slots[live], counts[live]
             self.ended.difference_update(rids)
+        if not (outcome.finished or outcome.aborted or outcome.acks):
+            return (kept, counts, tokens, (), None), len(results)
         finished = self._slots_of(outcome.finished, results, slots)
-        events = self._events(outcome)
         self._note_ended(outcome)
-        return (kept, counts, tokens, finished, events), len(results) + len(finished) + len(outcome.aborted)
+        return (kept, counts, tokens, finished, self._events(outcome)), (
+            len(results) + len(finished) + len(outcome.aborted)
+        )
 
     @staticmethod
     def _slots_of(rids: list[str], results: list[Any], slots: np.ndarray) -> np.ndarray:
