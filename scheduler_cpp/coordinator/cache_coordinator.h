@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/admission.h"
 #include "coordinator/admission_planner.h"
 #include "coordinator/cache_group.h"
 #include "coordinator/cache_group_spec.h"
@@ -40,45 +41,6 @@
 #include "prefix/prefix_watch.h"
 
 namespace tokenspeed {
-
-// Result of probing the cache for a prompt. Only valid for an admission that follows at once: nothing may be admitted,
-// published or cleared in between.
-struct PrefixProbe {
-  std::vector<std::vector<CacheKey>> keys;  // per group, all candidate pages; empty for the neutral probe
-  ConvergedPrefix device;
-  ConvergedPrefix host = {};  // behind the device's prefix; no masks when there is no host tier to ask
-
-  int32_t device_prefix_tokens() const { return device.num_common_tokens; }
-  bool ExtendsOnHost() const { return host.num_common_tokens > device.num_common_tokens; }
-  int32_t prefix_tokens() const { return ExtendsOnHost() ? host.num_common_tokens : device.num_common_tokens; }
-  // A boundary that all closed groups cover but no common match reaches, worth materialising; 0 when none.
-  int32_t promotion_boundary_tokens() const;
-};
-
-// What a request did since its previous transaction.
-struct RequestProgress {
-  std::optional<CompletedPages> completed_pages;  // present only when num_computed_tokens is
-  std::optional<int32_t> num_computed_tokens;
-};
-
-struct AdmissionResult {
-  int32_t device_prefix_tokens = 0;
-  // End of the prefix with what the host adds. Less than was probed when the host had no room for what comes from the store:
-  // then the demands did not fit the hit, and the caller has to free the tables and to begin again.
-  int32_t host_prefix_tokens = 0;
-  int32_t promotion_boundary_tokens = 0;
-  uint64_t access_epoch = 0;
-  // Per group: ids of the blocks freshly acquired, in acquisition order; prefix hits are not among them.
-  std::vector<std::vector<int32_t>> new_block_ids;
-  std::vector<LoadPair> load_pairs;  // group by group, in slot order
-};
-
-// As AdmissionResult, of a request that takes over another one's blocks.
-struct ForkedAdmission {
-  uint64_t access_epoch = 0;
-  std::vector<std::vector<int32_t>> new_block_ids;  // per group; the destinations of copies are not among them
-  std::vector<std::vector<BlockCopy>> copies;       // per group
-};
 
 enum class DeviceMutation : uint8_t { kStored, kRemoved };
 using DeviceMutationSink = std::function<void(const CacheKey&, DeviceMutation)>;
