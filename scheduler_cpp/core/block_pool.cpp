@@ -20,7 +20,7 @@ BlockPool::BlockPool(int32_t num_lcm_blocks, std::vector<int32_t> cache_blocks_p
   for (int32_t packing : cache_blocks_per_lcm_block) {
     TOKENSPEED_CHECK(packing > 0, "a group needs a positive number of blocks per parent");
     CheckedInt32(int64_t{num_lcm_blocks} * packing);
-    groups_.push_back(Group{.packing = packing, .buckets = 0, .free_slots = 0, .evictable = 0, .partial = {}});
+    groups_.push_back(Group{.packing = packing, .buckets = 0, .free_slots = 0, .partial = {}});
   }
   const std::size_t count = static_cast<std::size_t>(num_lcm_blocks) + 1;
   parents_.reset(static_cast<Parent*>(std::calloc(count, sizeof(Parent))));
@@ -206,7 +206,6 @@ void BlockPool::Release(const CacheBlock& block) noexcept {
 
 void BlockPool::CountEvictable(const CacheBlock& block, int32_t change) noexcept {
   Parent& parent = parents_[block.location_.lcm_block_id];
-  groups_[block.group_].evictable += change;
   if (parent.evictable == parent.occupied) --num_evictable_parents_;
   parent.evictable += change;
   if (parent.evictable == parent.occupied) ++num_evictable_parents_;

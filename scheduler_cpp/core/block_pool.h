@@ -74,8 +74,6 @@ class BlockPool {
   bool IsEvictable(int32_t lcm_block_id) const;
   // Parents with a block that somebody owns beside its cache and the transfers in flight.
   int32_t NumActiveLcmBlocks() const { return num_active_parents_; }
-  // Evictable blocks of a group.
-  int32_t NumEvictableBlocks(int32_t group) const { return GroupAt(group).evictable; }
   int32_t Packing(int32_t group) const;
   // Unoccupied slots in parents bound to `group`.
   int32_t NumFreeSlots(int32_t group) const;
@@ -112,7 +110,6 @@ class BlockPool {
     int32_t packing = 0;
     int32_t buckets = 0;  // 0 until registered or first used
     int32_t free_slots = 0;
-    int32_t evictable = 0;
     std::vector<PartialParents> partial;  // one per bucket
   };
 

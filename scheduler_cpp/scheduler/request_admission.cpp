@@ -6,10 +6,10 @@
 #include <utility>
 
 namespace tokenspeed {
+
 RequestAdmission::RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator,
                                    TierTransfers& transfers, RequestSlotPool& slots, ResidentTables& tables,
-                                   RequestBook& book,
-                                   ResidencyLedger* ledger)
+                                   RequestBook& book, ResidencyLedger* ledger)
     : config_(config),
       chunk_rules_(PrefillChunkRules::For(config)),
       coordinator_(coordinator),
@@ -180,8 +180,7 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
   const PrefillWindow window{
       .begin = hit, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(hit))};
   book_.Move(request, [&](Request& moved) {
-    moved.StartPrefill(std::move(resources), window,
-                       reserve.completes ? FirstDecodeTokens() : 0);
+    moved.StartPrefill(std::move(resources), window, reserve.completes ? FirstDecodeTokens() : 0);
   });
   return AdmissionOutcome::kScheduled;
 }

@@ -73,8 +73,6 @@ class ResidencyLedger {
 
   // Arrivals dropped since the start.
   int64_t num_dropped() const { return num_dropped_; }
-  // Boundaries that are described; for tests of the bound.
-  std::size_t NumDescribed() const { return boundaries_.size(); }
 
  private:
   struct Boundary {

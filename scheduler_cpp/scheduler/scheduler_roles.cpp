@@ -28,7 +28,7 @@ void Scheduler::RestartLonePrompt(Round& round) {
   // It has the pool to itself, so its blocks are scattered over parents that others had opened. Only an empty pool
   // packs as densely as the capacity model promises. Nothing of an unfinished prompt is in the peer's hands.
   Retract(*blocked, /*made_way=*/false);
-  coordinator_.ClearDeviceCache();
+  coordinator_.EvictDeviceCache();
 }
 
 void Scheduler::ScheduleDecodeRole(Round& round) {

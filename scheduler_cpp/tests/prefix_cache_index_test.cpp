@@ -144,7 +144,7 @@ TEST(PrefixCacheIndex, cursor_yields_the_oldest_first_and_skips_pinned_ones) {
   CacheBlockRef pin = f.index.Find(f.pool, f.keys[1]);
   EXPECT_EQ(EvictionOrder(f), (std::vector{old_a, old_b, young}));
   EXPECT_EQ(f.index.EvictableCandidates(f.pool).size(), std::size_t{3});
-  EXPECT_EQ(f.pool.NumEvictableBlocks(0), 3);
+  EXPECT_EQ(f.pool.NumEvictableLcmBlocks(), 3);
   pin.reset();
   EXPECT_EQ(EvictionOrder(f), (std::vector{old_a, old_b, held, young}));
 }

@@ -39,14 +39,16 @@ class Operation:
 
 
 def _operations(batch: Cache.WriteBackOp | Cache.LoadBackOp) -> list[Operation]:
-    stores = isinstance(batch, Cache.WriteBackOp)
-    flags = batch.source_pinned if stores else batch.prefetch_from_storage
-    columns = (batch.group_ids, batch.src_pages, batch.dst_pages, batch.content_hashes, batch.page_offsets)
+    groups, sources, destinations = batch.group_ids, batch.src_pages, batch.dst_pages
+    hashes, offsets = batch.content_hashes, batch.page_offsets
+    if isinstance(batch, Cache.WriteBackOp):
+        pinned, fetched = batch.source_pinned, [[0] * len(one) for one in groups]
+    else:
+        pinned, fetched = [False] * len(groups), batch.prefetch_from_storage
     made = []
-    for op_id, flag, *lists in zip(batch.op_ids, flags, *columns, strict=True):
-        fetched = [0] * len(lists[0]) if stores else flag
-        transfers = tuple(Transfer(*row, bool(f)) for *row, f in zip(*lists, fetched, strict=True))  # type: ignore
-        made.append(Operation(op_id, stores and bool(flag), transfers))
+    for i, op_id in enumerate(batch.op_ids):
+        blocks = zip(groups[i], sources[i], destinations[i], hashes[i], offsets[i], fetched[i], strict=True)
+        made.append(Operation(op_id, pinned[i], tuple(Transfer(g, s, d, h, o, bool(f)) for g, s, d, h, o, f in blocks)))
     return made
 
 
