@@ -1,18 +1,18 @@
 """What a layer's attention computes, and how a model calls it.
 
-A model declares one `AttentionSpec` per layer and calls `attend(q, k, v, layer, step)`. It names no cache group:
-serving passes a step that writes and reads paged caches, scoring and training pass a `PlainStep` without any.
+A model declares one spec per layer: an `AttentionSpec`, a `LatentAttentionSpec` or a `RecurrentSpec`. Its layers call
+`attend`, `attend_latent`, `convolve` and `recur` with the step they are given, and name no cache group: serving passes
+a step that writes and reads caches, scoring and training pass a `models.plain_step.PlainStep` without any.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-_QUERY_BLOCK = 512
+from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs
+from tokenspeed_jax.pallas_kernels.linear_attention import LinearAttentionInputs
+from tokenspeed_jax.pallas_kernels.selective_scan import SelectiveScanInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,66 @@ class AttentionSpec:
             raise ValueError(f"sliding_window must be positive, got {self.sliding_window}")
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionSpec:
+    """One layer of multi-head latent attention: all heads share one cached row per token (arXiv 2405.04434, 2.1).
+
+    The row is the compressed latent beside a key part that carries the position; keys and values of each head are
+    expanded from the latent, or the expansion is absorbed into the query and the output.
+
+    Attributes:
+        layer_id: position of the layer in the model, from 0.
+        latent_dim: channels of the latent (`kv_lora_rank`).
+        rope_dim: channels of the shared positional key; rotated or not is the model's business.
+        nope_dim: channels of a head's key that come from the latent.
+        value_dim: channels of a head's value.
+        scale: factor on q.k before the mask.
+    """
+
+    layer_id: int
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentSpec:
+    """What one recurrent layer carries from token to token.
+
+    Attributes:
+        layer_id: position of the layer in the model, from 0.
+        convolution: (channels, width) of the causal convolution, None without one; it carries width - 1 raw inputs.
+        state_shape: the recurrence's state, float32; None for a layer that is a convolution only.
+    """
+
+    layer_id: int
+    convolution: tuple[int, int] | None
+    state_shape: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.convolution is None and self.state_shape is None:
+            raise ValueError(f"recurrent layer {self.layer_id} carries neither a convolution nor a state")
+
+
+LayerSpec = AttentionSpec | LatentAttentionSpec | RecurrentSpec
+RecurrenceInputs = DeltaRuleInputs | LinearAttentionInputs | SelectiveScanInputs
+
+
+class LatentExpansion(NamedTuple):
+    """A layer's weights from the latent to each head's key and value.
+
+    Attributes:
+        key: a head's `nope_dim` key channels from the latent.
+        value: a head's value from the latent.
+    """
+
+    key: Float[Array, "heads nope_dim latent_dim"]
+    value: Float[Array, "heads value_dim latent_dim"]
+
+
 class AttentionStep(Protocol):
     """One forward pass's view of what came before its tokens."""
 
@@ -50,8 +110,33 @@ class AttentionStep(Protocol):
         k: Float[Array, "tokens kv_heads dim"],
         v: Float[Array, "tokens kv_heads dim"],
         layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
     ) -> Float[Array, "tokens heads dim"]:
         """Attends each token to its own sequence up to itself; keys and values are those of the step's tokens."""
+        ...
+
+    def attend_latent(
+        self,
+        q: Float[Array, "tokens heads query_dim"],
+        rows: Float[Array, "tokens row_dim"],
+        expansion: LatentExpansion,
+        layer: LatentAttentionSpec,
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """Latent attention of each token to its own sequence up to itself."""
+        ...
+
+    def convolve(
+        self,
+        x: Float[Array, "tokens channels"],
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, " channels"] | None,
+        layer: RecurrentSpec,
+    ) -> Float[Array, "tokens channels"]:
+        """The causal convolution of each token's own sequence, no activation."""
+        ...
+
+    def recur(self, inputs: RecurrenceInputs, layer: RecurrentSpec) -> Float[Array, "tokens ..."]:
+        """The recurrence over each token's own sequence up to itself."""
         ...
 
 
@@ -61,59 +146,44 @@ def attend(
     v: Float[Array, "tokens kv_heads dim"],
     layer: AttentionSpec,
     step: AttentionStep,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "tokens heads dim"]:
-    """Attention of one layer: causal within each sequence, masked as `layer` says, softmax in float32."""
-    return step.attend(q, k, v, layer)
+    """Attention of one layer: causal within each sequence, masked as `layer` says, softmax in float32.
 
-
-@dataclasses.dataclass(frozen=True)
-class PlainStep:
-    """Attention without a cache, over sequences packed one after another.
-
-    Attributes:
-        segment_ids: which sequence each token belongs to; tokens of different ids never see each other.
-        positions: position of each token within its sequence.
+    Args:
+        sinks: a logit per query head that joins the softmax's denominator and brings no value (model-families.md 1.3).
     """
+    return step.attend(q, k, v, layer, sinks)
 
-    segment_ids: Int[Array, " tokens"]
-    positions: Int[Array, " tokens"]
 
-    def attend(
-        self,
-        q: Float[Array, "tokens heads dim"],
-        k: Float[Array, "tokens kv_heads dim"],
-        v: Float[Array, "tokens kv_heads dim"],
-        layer: AttentionSpec,
-    ) -> Float[Array, "tokens heads dim"]:
-        """Dense attention, a block of queries at a time so that scores never exceed tokens x `_QUERY_BLOCK`."""
-        tokens = q.shape[0]
-        blocks = -(-tokens // _QUERY_BLOCK)
-        if blocks == 1:
-            return self._attend_block(q, self.segment_ids, self.positions, k, v, layer)
-        padding = blocks * _QUERY_BLOCK - tokens
-        padded = [jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, self.segment_ids, self.positions)]
-        cut = [x.reshape(blocks, _QUERY_BLOCK, *x.shape[1:]) for x in padded]
-        out = lax.map(lambda block: self._attend_block(block[0], block[1], block[2], k, v, layer), tuple(cut))
-        return out.reshape(-1, *q.shape[1:])[:tokens]
+def attend_latent(
+    q: Float[Array, "tokens heads query_dim"],
+    rows: Float[Array, "tokens row_dim"],
+    expansion: LatentExpansion,
+    layer: LatentAttentionSpec,
+    step: AttentionStep,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Multi-head latent attention of one layer, causal within each sequence, softmax in float32.
 
-    def _attend_block(
-        self,
-        q: Float[Array, "queries heads dim"],
-        segment_ids: Int[Array, " queries"],
-        positions: Int[Array, " queries"],
-        k: Float[Array, "tokens kv_heads dim"],
-        v: Float[Array, "tokens kv_heads dim"],
-        layer: AttentionSpec,
-    ) -> Float[Array, "queries heads dim"]:
-        groups = layer.num_heads // layer.num_kv_heads
-        grouped = q.reshape(q.shape[0], layer.num_kv_heads, groups, layer.head_dim)
-        scores = jnp.einsum("qhgd,khd->hgqk", grouped, k, preferred_element_type=jnp.float32) * layer.scale
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * jnp.tanh(scores / layer.soft_cap)
-        distance = positions[:, None] - self.positions[None, :]
-        visible = (segment_ids[:, None] == self.segment_ids[None, :]) & (distance >= 0)
-        if layer.sliding_window is not None:
-            visible &= distance < layer.sliding_window
-        weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
-        out = jnp.einsum("hgqk,khd->qhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return out.reshape(q.shape).astype(q.dtype)
+    Args:
+        q: a head's `nope_dim` channels, then its `rope_dim` channels.
+        rows: what is cached of each token: the normed latent (`latent_dim`), then the positional key (`rope_dim`).
+    """
+    return step.attend_latent(q, rows, expansion, layer)
+
+
+def convolve(
+    x: Float[Array, "tokens channels"],
+    weight: Float[Array, "channels width"],
+    layer: RecurrentSpec,
+    step: AttentionStep,
+    *,
+    bias: Float[Array, " channels"] | None = None,
+) -> Float[Array, "tokens channels"]:
+    """The causal convolution of a recurrent layer, one filter a channel, `weight[c, -1]` for the token itself."""
+    return step.convolve(x, weight, bias, layer)
+
+
+def recur(inputs: RecurrenceInputs, layer: RecurrentSpec, step: AttentionStep) -> Float[Array, "tokens ..."]:
+    """The recurrence of a recurrent layer; which one, the type of `inputs` says."""
+    return step.recur(inputs, layer)

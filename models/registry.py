@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
+from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
@@ -37,8 +37,8 @@ class ModelConfig(Protocol):
         """Reads a `config.json`; raises `UnsupportedConfig` naming the field that is not served."""
         ...
 
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """What each layer's attention computes."""
+    def attention_layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer's attention, or recurrence, computes."""
         ...
 
 

@@ -1,40 +1,90 @@
 """Which tensors of a Hugging Face checkpoint make up each parameter of a model."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightRule:
     """One parameter and the checkpoint tensors it is made of.
 
-    Several tensors are stacked along their first axis, in order; nothing is ever transposed.
+    Unless `join` says otherwise, several tensors are stacked along their first axis, in order.
 
     Attributes:
         parameter: path in the model's nnx state, such as ("layers", 0, "mlp", "down", "weight").
         tensors: names in the checkpoint.
         rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
+        join: makes the parameter of the tensors, on the device; None concatenates.
+        tensor_shapes: the tensors' shapes, with `join`.
     """
 
     parameter: tuple[str | int, ...]
     tensors: tuple[str, ...]
     rows: tuple[int, ...] | None = None
+    join: Callable[[Sequence[Array]], Array] | None = None
+    tensor_shapes: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tensors) != (1 if self.rows is None else len(self.rows)):
-            raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows {self.rows}")
+        if (self.join is None) != (self.tensor_shapes is None):
+            raise ValueError(f"{self.parameter}: join and tensor_shapes go together")
+        given = self.tensor_shapes if self.rows is None else self.rows
+        if len(self.tensors) != (1 if given is None else len(given)):
+            raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows or shapes {given}")
 
     def shapes(self, parameter_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shape that each tensor must have for a parameter of `parameter_shape`."""
+        if self.tensor_shapes is not None:
+            return self.tensor_shapes
         if self.rows is None:
             return (parameter_shape,)
         return tuple((rows, *parameter_shape[1:]) for rows in self.rows)
+
+    def value(self, parts: Sequence[Array]) -> Array:
+        """The parameter, of its tensors."""
+        if self.join is not None:
+            return self.join(parts)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
 
 
 def same(parameter: tuple[str | int, ...], tensor: str) -> WeightRule:
     """A parameter that is one tensor as it stands."""
     return WeightRule(parameter, (tensor,))
+
+
+def reshaped(
+    parameter: tuple[str | int, ...], tensor: str, tensor_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> WeightRule:
+    """A parameter that is one tensor with other axes, such as a convolution's without the axis of 1."""
+    return WeightRule(parameter, (tensor,), join=lambda parts: parts[0].reshape(shape), tensor_shapes=(tensor_shape,))
+
+
+def reordered(parameter: tuple[str | int, ...], tensor: str, order: np.ndarray, columns: tuple[int, ...]) -> WeightRule:
+    """A parameter whose row i is row order[i] of one tensor of `columns` behind its first axis."""
+    shape = (len(order), *columns)
+    return WeightRule(parameter, (tensor,), join=lambda parts: parts[0][order], tensor_shapes=(shape,))
+
+
+def stacked(
+    parameter: tuple[str | int, ...], tensors: Sequence[tuple[str, ...]], shapes: Sequence[tuple[int, ...]]
+) -> WeightRule:
+    """A parameter with one entry per expert on its first axis.
+
+    Args:
+        tensors: the names of each expert; an expert's tensors are stacked by rows.
+        shapes: of one expert's tensors.
+    """
+    each = len(shapes)
+
+    def join(parts: Sequence[Array]) -> Array:
+        return jnp.stack([jnp.concatenate(parts[i : i + each], axis=0) for i in range(0, len(parts), each)])
+
+    names = tuple(name for expert in tensors for name in expert)
+    return WeightRule(parameter, names, join=join, tensor_shapes=tuple(shapes) * len(tensors))
 
 
 def linear_rules(parameter: tuple[str | int, ...], tensor: str, *, bias: bool) -> Iterator[WeightRule]:

@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped, UInt8
 
 
-def _bitcast_is_free() -> bool:
+def bitcast_is_free() -> bool:
+    """Whether viewing bytes as another dtype costs nothing on the default backend."""
     return jax.default_backend() == "gpu"
 
 
@@ -69,7 +70,7 @@ class PageView:
 
     def take(self, page_ids: Int[Array, "..."]) -> Shaped[Array, "... tokens heads dim"]:
         """Copies of the named pages; page id 0 reads zeros as long as nothing writes the null page."""
-        if _bitcast_is_free():
+        if bitcast_is_free():
             return self.typed()[self.rows(page_ids)]
         itemsize = jnp.dtype(self.dtype).itemsize
         raw = self.plane.reshape(self.num_rows, -1)[self.rows(page_ids)]
@@ -91,7 +92,7 @@ class PageView:
             # XLA turns a scatter of one row into a select and an update-slice, and then copies the plane for it.
             index = jnp.pad(index, (0, 1), constant_values=end)
             values = jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
-        if _bitcast_is_free():
+        if bitcast_is_free():
             rows = self.typed().reshape(end, *self.page_shape[1:]).at[index].set(values, mode="drop")
             raw = lax.bitcast_convert_type(rows, jnp.uint8)
         else:

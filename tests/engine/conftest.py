@@ -8,7 +8,6 @@ import pytest
 from tokenspeed_jax import Engine, EngineConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
 
 EngineFactory = Callable[..., Engine]
 

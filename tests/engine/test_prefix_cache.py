@@ -5,7 +5,8 @@ import pytest
 
 from tokenspeed_jax import SamplingParams
 
-from .conftest import FAMILIES, EngineFactory
+from ..families import ALL
+from .conftest import EngineFactory
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=True)
 
@@ -14,7 +15,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 500, length).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_warm_request_agrees_with_the_cold_one(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family)
     ids = prompt(1, 230)
@@ -25,7 +26,7 @@ def test_a_warm_request_agrees_with_the_cold_one(tiny_engine: EngineFactory, fam
     assert warm.samples[0].logprobs == pytest.approx(cold.samples[0].logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineFactory, family: str) -> None:
     # Cold: chunks of 64 tokens, so the last one starts where the warm hit ends and has the same bucket.
     engine = tiny_engine(family, max_num_batched_tokens=64)

@@ -13,12 +13,13 @@ from flax import nnx
 from tokenspeed_jax import Engine, EngineConfig, SamplingParams
 from tokenspeed_jax.models.registry import MODEL_FAMILIES
 
+from ..families import ALL
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny"
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_tiny_goldens_hold_in_float32(family: str) -> None:
     prompts = json.loads((GOLDEN / f"{family}.json").read_text())["prompts"]
     config = EngineConfig(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tokenspeed_jax.models.attention import PlainStep
+from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.models.registry import resolve_model
 
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
-pytestmark = pytest.mark.parametrize("family", FAMILIES)
+from ..families import DENSE
+
+pytestmark = pytest.mark.parametrize("family", DENSE)
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tokenspeed_jax.models.attention import PlainStep
+from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.weights import load_model, open_checkpoint
 
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "olmo3")
+from ..families import ALL, DENSE
+
 ROWS_AT_ONCE = 128  # of logits: a vocabulary of 262,144 takes a megabyte a row
 
 
@@ -17,11 +18,11 @@ ROWS_AT_ONCE = 128  # of logits: a vocabulary of 262,144 takes a megabyte a row
 def log_probabilities(model, token_ids):
     """[T, vocab] of one sequence."""
     positions = jnp.arange(token_ids.shape[0])
-    hidden = model(token_ids, positions, PlainStep(jnp.zeros_like(positions), positions))
+    hidden = model(token_ids, positions, PlainStep(jnp.zeros_like(positions), positions, num_segments=1))
     return jax.nn.log_softmax(model.logits(hidden))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_tiny_model_predicts_what_transformers_predicts(family, tiny_checkpoint, tiny_golden):
     model = load_model(open_checkpoint(str(tiny_checkpoint(family))), dtype=jnp.float32, progress=False)
     prompts = tiny_golden(family)["prompts"]
@@ -96,7 +97,7 @@ def test_real_model_scores_what_transformers_scores(name, length, real_golden, r
     assert seen == 9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_bfloat16_stays_near_float32(family, tiny_checkpoint, tiny_golden):
     """Bounds the median: single steps may differ where two tokens are close."""
     model = load_model(open_checkpoint(str(tiny_checkpoint(family))), dtype=jnp.bfloat16, progress=False)

@@ -21,7 +21,7 @@ DTYPES = {
 @pytest.fixture(params=["bytes", "typed"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The byte path, or the typed view that a GPU takes (a copy here, with the same result)."""
-    monkeypatch.setattr(pages, "_bitcast_is_free", lambda: request.param == "typed")
+    monkeypatch.setattr(pages, "bitcast_is_free", lambda: request.param == "typed")
     return request.param
 
 
@@ -91,7 +91,7 @@ def test_both_paths_agree_on_random_writes(monkeypatch: pytest.MonkeyPatch) -> N
     slots = rng.permutation(np.arange(-10, 60))[:32]
     values = jnp.asarray(rng.standard_normal((32, 2, 8)), jnp.bfloat16)
     for free in (False, True):
-        monkeypatch.setattr(pages, "_bitcast_is_free", lambda free=free: free)
+        monkeypatch.setattr(pages, "bitcast_is_free", lambda free=free: free)
         results.append(np.asarray(view.write(jnp.asarray(slots), values).plane))
     np.testing.assert_array_equal(results[0], results[1])
 

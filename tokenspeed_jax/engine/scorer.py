@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from tokenspeed_jax.models.attention import PlainStep
+from tokenspeed_jax.models.plain_step import PlainStep
 
 _SHORTEST = 64
 _ROWS_PER_BLOCK = 64
@@ -43,7 +43,7 @@ class Scorer:
         model = nnx.merge(self._graph, weights)
         positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         segments = (positions >= length).astype(jnp.int32)
-        hidden = model(token_ids, positions, PlainStep(segments, positions))
+        hidden = model(token_ids, positions, PlainStep(segments, positions, num_segments=2))
         targets = jnp.roll(token_ids, -1)
 
         def block(rows: tuple[Array, Array]) -> Array:

@@ -35,7 +35,7 @@ def model_of(checkpoint: Checkpoint) -> tuple[ModelFamily, ModelConfig]:
 
 
 def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = True) -> Any:
-    """Builds the checkpoint's model on the default device, in `dtype`.
+    """Builds the checkpoint's model on the default device, in `dtype` (some parameters are float32 always).
 
     Tensors go to the device one after another, in the dtype they are stored in, and are cast and joined there: the
     host never holds a second copy, and the device never more than one parameter beside the model.
@@ -56,22 +56,21 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
     rules = family.weight_map(config)
     _check_rules(rules, variables)
     _check_tensors(checkpoint, rules, variables, tied=config.tie_word_embeddings)
-    total = sum(math.prod(v.shape) for v in variables.values()) * jnp.dtype(dtype).itemsize
+    total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables.values())
     filled = []
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
         for rule in rules:
             variable = variables[rule.parameter]
-            value = _parameter(checkpoint.tensors, rule.tensors, jnp.dtype(dtype))
+            value = _parameter(checkpoint.tensors, rule, variable.dtype)
             filled.append((rule.parameter, variable.replace(value)))
             bar.update(value.nbytes)
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def _parameter(tensors: TensorSource, names: Sequence[str], dtype: jnp.dtype) -> jax.Array:
+def _parameter(tensors: TensorSource, rule: WeightRule, dtype: jnp.dtype) -> jax.Array:
     # On a CPU device the array would otherwise be a view of the mapped file, which may change or go away.
-    parts = [jax.device_put(tensors.read(name), may_alias=False).astype(dtype) for name in names]
-    value = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-    return value.block_until_ready()  # so that the parts are free before the next ones come
+    parts = [jax.device_put(tensors.read(name), may_alias=False).astype(dtype) for name in rule.tensors]
+    return rule.value(parts).block_until_ready()  # so that the parts are free before the next ones come
 
 
 def _check_rules(rules: Sequence[WeightRule], variables: Mapping[Any, Any]) -> None:

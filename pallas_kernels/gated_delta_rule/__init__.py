@@ -1,0 +1,83 @@
+"""The gated delta rule: the recurrence of Gated DeltaNet (one gate a head) and Kimi Delta Attention (one a channel)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.reference import (
+    gated_delta_rule_reference,
+    gated_delta_rule_step_reference,
+)
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+
+__all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step"]
+
+
+class DeltaRuleInputs(NamedTuple):
+    """What each token brings to the recurrence (model-families.md 1.7).
+
+    With state S [V, K] of a value head, per token: S <- S * exp(log_decay); S <- S + beta (v - S k) k^T; o = S q.
+
+    Attributes:
+        q, k: value head h reads key head h // (heads / key heads). Already normalised and scaled.
+        log_decay: natural log, at or below 0: one per value head (`[tokens, heads]`), or one per value head and
+            channel of K (`[tokens, heads, key_dim]`). Float32.
+        beta: strength of the correction, in [0, 1]. Float32.
+    """
+
+    q: Float[Array, "tokens key_heads key_dim"]
+    k: Float[Array, "tokens key_heads key_dim"]
+    v: Float[Array, "tokens heads value_dim"]
+    log_decay: Float[Array, "tokens heads"] | Float[Array, "tokens heads key_dim"]
+    beta: Float[Array, "tokens heads"]
+
+
+def gated_delta_rule(
+    inputs: DeltaRuleInputs,
+    initial_states: Float[Array, "rows heads value_dim key_dim"],
+    rows: RecurrentRows,
+) -> RecurrentResult:
+    """The recurrence over each row's tokens, float32 inside; outputs `[tokens, heads, value_dim]` in v's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_delta_rule(inputs, initial_states.shape[1:])
+    with jax.named_scope("gated_delta_rule"):
+        return gated_delta_rule_reference(inputs, initial_states, rows)
+
+
+def gated_delta_rule_step(
+    inputs: DeltaRuleInputs,
+    states: BlockView,
+    source_blocks: Int[Array, " tokens"],
+    target_blocks: Int[Array, " tokens"],
+) -> tuple[Float[Array, "tokens heads value_dim"], BlockView]:
+    """One token per row, states read from `source_blocks` and stored to `target_blocks` in place.
+
+    Args:
+        source_blocks: 0 or below reads zeros (a row without history).
+        target_blocks: 0 or below stores nothing (a padding row). A block may be its row's source and target.
+    """
+    check_delta_rule(inputs, states.shape)
+    with jax.named_scope("gated_delta_rule_step"):
+        return gated_delta_rule_step_reference(inputs, states, source_blocks, target_blocks)
+
+
+def check_delta_rule(inputs: DeltaRuleInputs, state_shape: tuple[int, ...]) -> None:
+    """Raises ValueError where inputs and states do not fit together."""
+    tokens, heads, value_dim = inputs.v.shape
+    key_heads, key_dim = inputs.q.shape[1:]
+    if inputs.k.shape != inputs.q.shape or inputs.q.shape[0] != tokens or heads % key_heads:
+        raise ValueError(f"q {inputs.q.shape}, k {inputs.k.shape} and v {inputs.v.shape} do not fit together")
+    if inputs.log_decay.shape not in ((tokens, heads), (tokens, heads, key_dim)):
+        raise ValueError(f"log_decay has shape {inputs.log_decay.shape}, expected {(tokens, heads)} with or without K")
+    if inputs.beta.shape != (tokens, heads):
+        raise ValueError(f"beta has shape {inputs.beta.shape}, expected {(tokens, heads)}")
+    if tuple(state_shape) != (heads, value_dim, key_dim):
+        raise ValueError(f"states have shape {tuple(state_shape)}, expected {(heads, value_dim, key_dim)}")
+    if jnp.dtype(inputs.log_decay.dtype).itemsize < 4 or jnp.dtype(inputs.beta.dtype).itemsize < 4:
+        raise ValueError("log_decay and beta must be float32")

@@ -1,0 +1,73 @@
+"""Linear attention with a decay a head: lightning attention (a constant) and Mamba 2's state space (one a token)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
+    linear_attention_reference,
+    linear_attention_step_reference,
+)
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+
+__all__ = ["LinearAttentionInputs", "linear_attention", "linear_attention_step"]
+
+
+class LinearAttentionInputs(NamedTuple):
+    """What each token brings to the recurrence.
+
+    With state S [V, K] of a value head, per token: S <- S * exp(log_decay) + v k^T; o = S q.
+
+    Attributes:
+        q, k: value head h reads key head h // (heads / key heads).
+        log_decay: natural log, at or below 0; float32.
+    """
+
+    q: Float[Array, "tokens key_heads key_dim"]
+    k: Float[Array, "tokens key_heads key_dim"]
+    v: Float[Array, "tokens heads value_dim"]
+    log_decay: Float[Array, "tokens heads"]
+
+
+def linear_attention(
+    inputs: LinearAttentionInputs,
+    initial_states: Float[Array, "rows heads value_dim key_dim"],
+    rows: RecurrentRows,
+) -> RecurrentResult:
+    """The recurrence over each row's tokens, float32 inside; outputs `[tokens, heads, value_dim]` in v's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_linear_attention(inputs, initial_states.shape[1:])
+    with jax.named_scope("linear_attention"):
+        return linear_attention_reference(inputs, initial_states, rows)
+
+
+def linear_attention_step(
+    inputs: LinearAttentionInputs,
+    states: BlockView,
+    source_blocks: Int[Array, " tokens"],
+    target_blocks: Int[Array, " tokens"],
+) -> tuple[Float[Array, "tokens heads value_dim"], BlockView]:
+    """One token per row, states in place; blocks as in `gated_delta_rule_step`."""
+    check_linear_attention(inputs, states.shape)
+    with jax.named_scope("linear_attention_step"):
+        return linear_attention_step_reference(inputs, states, source_blocks, target_blocks)
+
+
+def check_linear_attention(inputs: LinearAttentionInputs, state_shape: tuple[int, ...]) -> None:
+    """Raises ValueError where inputs and states do not fit together."""
+    tokens, heads, value_dim = inputs.v.shape
+    key_heads, key_dim = inputs.q.shape[1:]
+    if inputs.k.shape != inputs.q.shape or inputs.q.shape[0] != tokens or heads % key_heads:
+        raise ValueError(f"q {inputs.q.shape}, k {inputs.k.shape} and v {inputs.v.shape} do not fit together")
+    if inputs.log_decay.shape != (tokens, heads):
+        raise ValueError(f"log_decay has shape {inputs.log_decay.shape}, expected {(tokens, heads)}")
+    if tuple(state_shape) != (heads, value_dim, key_dim):
+        raise ValueError(f"states have shape {tuple(state_shape)}, expected {(heads, value_dim, key_dim)}")
+    if jnp.dtype(inputs.log_decay.dtype).itemsize < 4:
+        raise ValueError("log_decay must be float32")
