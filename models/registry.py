@@ -15,9 +15,11 @@ from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
+from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
 from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
+from tokenspeed_jax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
 from tokenspeed_jax.models.weight_map import WeightRule
 
 
@@ -85,9 +87,11 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),
+    "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
     "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),
+    "Qwen3MoeForCausalLM": ModelFamily(Qwen3MoEConfig, Qwen3MoE),
 }
 
 
