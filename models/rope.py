@@ -1,4 +1,4 @@
-"""Rotary position embedding in the half ("neox") pairing: channel i turns with channel i + dim/2.
+"""Rotary position embedding in the half ("neox") pairing: of the channels that turn, i turns with i + dim/2.
 
 Frequencies are computed once in NumPy float32, angles inside the step from the positions, in float32.
 """
@@ -89,7 +89,7 @@ class Rope:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        dim: channels of a head, all of which turn.
+        dim: leading channels of a head that turn; those behind them pass through.
     """
 
     theta: float
@@ -118,6 +118,7 @@ class Rope:
         kind: str | None = None,
         theta_field: str = "rope_theta",
         scaled: bool = True,
+        partial_rotary_factor: float | None = None,
     ) -> Self:
         """Reads `rope_parameters` (new configs), or `rope_theta` and `rope_scaling` (older ones).
 
@@ -125,6 +126,8 @@ class Rope:
             kind: key within a `rope_parameters` that has one entry per layer type.
             theta_field: the older config's name for the base of this kind of layer.
             scaled: whether the older config's `rope_scaling` applies to this kind of layer.
+            partial_rotary_factor: which part of a head's channels turns where the config does not say; None for a
+                family whose heads turn as a whole, which refuses a config that says otherwise.
         """
         if head_dim % 2:
             raise UnsupportedConfig(f"config.json: head_dim = {head_dim} is odd, so its channels cannot be paired")
@@ -138,9 +141,26 @@ class Rope:
             if kind is not None and kind in parameters:
                 path, parameters = f"rope_parameters.{kind}", parameters[kind]
             theta = positive_number(parameters.get("rope_theta", default_theta), f"{path}.rope_theta")
-        if config.fields.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise UnsupportedConfig("config.json: partial_rotary_factor other than 1.0 is not supported")
-        return cls(theta, head_dim, _scaling(parameters, path, config))
+        dim = _turning_channels(parameters, config, head_dim, partial_rotary_factor)
+        return cls(theta, dim, _scaling(parameters, path, config))
+
+
+def _turning_channels(parameters: Mapping[str, Any], config: HfConfig, head_dim: int, default: float | None) -> int:
+    """How many of `head_dim` channels turn; see `Rope.from_hf`."""
+    field = "partial_rotary_factor"
+    stated = parameters.get(field)
+    stated = config.fields.get(field) if stated is None else stated
+    if default is None:
+        if stated not in (None, 1.0):
+            raise UnsupportedConfig(f"config.json: {field} = {stated!r} is not supported (served: 1.0)")
+        return head_dim
+    factor = positive_number(default if stated is None else stated, field)
+    dim = int(head_dim * factor)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise UnsupportedConfig(
+            f"config.json: {field} = {factor} turns {dim} of {head_dim} channels, not a positive even number of them"
+        )
+    return dim
 
 
 def _scaling(
@@ -202,7 +222,10 @@ class Rotation(NamedTuple):
     sin: Float[Array, "tokens half"]
 
     def __call__(self, x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-        """Turns each head's channel pairs; computed in float32, returned in x's dtype."""
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        """Turns each head's leading pairs of channels; computed in float32, returned in x's dtype."""
+        half = self.cos.shape[-1]
+        turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+        first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
         cos, sin = self.cos[:, None, :], self.sin[:, None, :]
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -1,0 +1,67 @@
+"""The order in which implementations visit tokens: sorted by expert, each expert's tokens padded to whole tiles.
+
+With tiles of 4 slots, expert 0 chosen five times, expert 1 never and expert 2 once:
+
+    tile          0                1                2                3 (dead)
+    expert        0                0                2                2
+    slots         t0 t3 t4 t7      t8 -- -- --      t3 -- -- --      -- -- -- --
+
+A slot is one (token, choice) pair; "--" are padding slots, which compute something that nobody reads.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+MIN_TILE_ROWS = 8
+MAX_TILE_ROWS = 128
+
+
+class ExpertTiles(NamedTuple):
+    """A step's slots in tiles.
+
+    Attributes:
+        expert_of_tile: the one expert of each tile; dead tiles repeat the last live tile's.
+        token_of_slot: the token that each slot computes; 0 for padding slots.
+        slot_of_choice: where each token's choices stand.
+        num_live: tiles that hold a token; they come first.
+    """
+
+    expert_of_tile: Int[Array, " tiles"]
+    token_of_slot: Int[Array, " tiles*rows"]
+    slot_of_choice: Int[Array, "tokens top_k"]
+    num_live: Int[Array, ""]
+
+    @classmethod
+    def of(cls, expert_ids: Int[Array, "tokens top_k"], num_experts: int, tile_rows: int) -> "ExpertTiles":
+        """Sorts the choices; within an expert they keep the tokens' order."""
+        tokens, top_k = expert_ids.shape
+        flat = expert_ids.reshape(-1)
+        tiles = tile_capacity(tokens * top_k, num_experts, tile_rows)
+        counts = jnp.zeros((num_experts,), jnp.int32).at[flat].add(1)
+        tile_ends = jnp.cumsum(-(-counts // tile_rows))
+        first_slots = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1] * tile_rows])
+        order = jnp.argsort(flat, stable=True)
+        rank = jnp.arange(flat.size) - (jnp.cumsum(counts) - counts)[flat[order]]
+        slot_of_sorted = first_slots[flat[order]] + rank
+        slot_of_choice = jnp.zeros((flat.size,), jnp.int32).at[order].set(slot_of_sorted)
+        token_of_slot = jnp.zeros((tiles * tile_rows,), jnp.int32).at[slot_of_sorted].set(order // top_k)
+        num_live = tile_ends[-1]
+        live_tile = jnp.minimum(jnp.arange(tiles), num_live - 1)
+        expert_of_tile = jnp.searchsorted(tile_ends, live_tile, side="right")
+        return cls(expert_of_tile.astype(jnp.int32), token_of_slot, slot_of_choice.reshape(expert_ids.shape), num_live)
+
+
+def tile_capacity(choices: int, num_experts: int, tile_rows: int) -> int:
+    """Tiles that any load needs at most: every expert that is chosen may leave one row short of a tile."""
+    chosen = min(num_experts, choices)
+    return min(choices, (choices + chosen * (tile_rows - 1)) // tile_rows)
+
+
+def tile_rows_for(choices: int, num_experts: int) -> int:
+    """A tile's rows for a step of so many choices: an even load fills one tile an expert."""
+    rows = MIN_TILE_ROWS
+    while rows < MAX_TILE_ROWS and rows * num_experts < choices:
+        rows *= 2
+    return rows
