@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
-from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
+from tokenspeed_jax.models.gpt_oss import MXFP4, GptOss, GptOssConfig
+from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
@@ -62,10 +63,15 @@ class CausalLM(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-    """One architecture: its configuration and its module."""
+    """One architecture: its configuration and its module.
+
+    Attributes:
+        quantizations: values of `quantization_config.quant_method` that its weight map serves.
+    """
 
     config: type[Any]
     model: type[Any]
+    quantizations: tuple[str, ...] = ()
 
     def build(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Any:
         """A model with random parameters in `dtype`, on the default device; works under `nnx.eval_shape` and `jit`."""
@@ -78,6 +84,7 @@ class ModelFamily:
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
+    "GptOssForCausalLM": ModelFamily(GptOssConfig, GptOss, quantizations=(MXFP4,)),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
@@ -98,5 +105,13 @@ def resolve_model(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
     family = next((MODEL_FAMILIES[name] for name in names if name in MODEL_FAMILIES), None)
     if family is None:
         raise UnsupportedConfig(f"architecture {', '.join(map(repr, names))} is not supported (supported: {supported})")
-    HfConfig(hf).refuse_unless("quantization_config", None, None)
+    quantization = hf.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method not in family.quantizations:
+            served = ", ".join(map(repr, family.quantizations)) or "none"
+            raise UnsupportedConfig(
+                f"config.json: quantization_config.quant_method = {method!r} is not supported "
+                f"(served for this architecture: {served})"
+            )
     return family, family.config.from_hf(hf)

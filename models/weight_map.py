@@ -1,7 +1,7 @@
 """Which tensors of a Hugging Face checkpoint make up each parameter of a model."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class WeightRule:
         rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
         join: makes the parameter of the tensors, on the device; None concatenates.
         tensor_shapes: the tensors' shapes, with `join`.
+        tensor_dtype: of tensors that are no numbers until `join` has made them so, such as packed bytes; they reach it
+            as they are stored. None for floating-point tensors, which are cast to the parameter's dtype first.
     """
 
     parameter: tuple[str | int, ...]
@@ -28,10 +30,13 @@ class WeightRule:
     rows: tuple[int, ...] | None = None
     join: Callable[[Sequence[Array]], Array] | None = None
     tensor_shapes: tuple[tuple[int, ...], ...] | None = None
+    tensor_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if (self.join is None) != (self.tensor_shapes is None):
             raise ValueError(f"{self.parameter}: join and tensor_shapes go together")
+        if self.tensor_dtype is not None and self.join is None:
+            raise ValueError(f"{self.parameter}: tensors of {self.tensor_dtype} need a join")
         given = self.tensor_shapes if self.rows is None else self.rows
         if len(self.tensors) != (1 if given is None else len(given)):
             raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows or shapes {given}")
@@ -101,12 +106,22 @@ def fused_rules(
         yield WeightRule((*parameter, leaf), tuple(f"{tensor}.{leaf}" for tensor in tensors), rows)
 
 
-def decoder_rules(config: Any, norms: dict[str, str]) -> tuple[WeightRule, ...]:
+def gated_mlp_rules(parameter: tuple[str | int, ...], tensor: str, intermediate_size: int) -> Iterator[WeightRule]:
+    """The rules of a `GatedMLP` without biases."""
+    gate_up = (f"{tensor}.gate_proj", f"{tensor}.up_proj")
+    yield from fused_rules((*parameter, "gate_up"), gate_up, (intermediate_size,) * 2)
+    yield from linear_rules((*parameter, "down"), f"{tensor}.down_proj", bias=False)
+
+
+def decoder_rules(
+    config: Any, norms: dict[str, str], mlp_rules: Callable[[int], Iterable[WeightRule]] | None = None
+) -> tuple[WeightRule, ...]:
     """The names shared by Llama and its descendants.
 
     Args:
         config: a `DecoderConfig`.
         norms: parameter path within a layer (dotted) -> tensor name within that layer, for the layer's norms.
+        mlp_rules: those of a layer's feed-forward block, by layer id; None where every layer has the dense `mlp`.
     """
     rules = [same(("embed", "weight"), "model.embed_tokens.weight"), same(("norm", "weight"), "model.norm.weight")]
     if not config.tie_word_embeddings:
@@ -118,8 +133,9 @@ def decoder_rules(config: Any, norms: dict[str, str]) -> tuple[WeightRule, ...]:
         qkv = tuple(f"{there}.self_attn.{x}_proj" for x in "qkv")
         rules += fused_rules((*here, "attention", "qkv", "proj"), qkv, (q, kv, kv), bias=config.attention_bias)
         rules += linear_rules((*here, "attention", "out"), f"{there}.self_attn.o_proj", bias=config.attention_bias)
-        gate_up = (f"{there}.mlp.gate_proj", f"{there}.mlp.up_proj")
-        rules += fused_rules((*here, "mlp", "gate_up"), gate_up, (config.intermediate_size,) * 2)
-        rules += linear_rules((*here, "mlp", "down"), f"{there}.mlp.down_proj", bias=False)
+        if mlp_rules is None:
+            rules += gated_mlp_rules((*here, "mlp"), f"{there}.mlp", config.intermediate_size)
+        else:
+            rules += mlp_rules(spec.layer_id)
         rules += [same((*here, *path.split("."), "weight"), f"{there}.{name}.weight") for path, name in norms.items()]
     return tuple(rules)
