@@ -1,6 +1,7 @@
 """The mixture-of-experts block: a router, and experts of which each token takes a few."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.linear import normal_weight
 from tokenspeed_jax.models.weight_map import WeightRule, linear_rules, same, stacked
 from tokenspeed_jax.pallas_kernels.experts import Activation, RoutingRule, expert_mlp, route
@@ -123,6 +125,16 @@ class SparseMLP(nnx.Module):
         bias = None if self.selection_bias is None else self.selection_bias[...]
         expert_ids, weights = route(self.router(x), self.rule, bias)
         return self.experts(x, expert_ids, weights)
+
+
+def routing_rule(num_experts: int, top_k: int, **fields: Any) -> RoutingRule:
+    """The rule that a `config.json` describes; raises `UnsupportedConfig` where it cannot choose among its experts."""
+    try:
+        rule = RoutingRule(top_k, **fields)
+        rule.check_experts(num_experts)
+    except ValueError as error:
+        raise UnsupportedConfig(f"config.json: num_experts_per_tok = {top_k} and what goes with it: {error}") from error
+    return rule
 
 
 def expert_rules(

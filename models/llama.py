@@ -56,16 +56,23 @@ class LlamaAttention(nnx.Module):
         return self.out(mixed.reshape(x.shape[0], -1))
 
 
+def dense_mlp(config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> GatedMLP:
+    """The same block in every layer."""
+    del spec
+    return GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+
+
 class LlamaLayer(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)); a family gives its own attention and feed-forward block."""
 
     attention_type: ClassVar[Callable[..., Any]] = LlamaAttention
+    mlp_type: ClassVar[Callable[..., Any]] = dense_mlp
 
     def __init__(self, config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.attention = type(self).attention_type(config, spec, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+        self.mlp = type(self).mlp_type(config, spec, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep

@@ -17,6 +17,13 @@ from tokenspeed_jax.models.norms import RMSNorm
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules
 
+QWEN3_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
@@ -84,12 +91,4 @@ class Qwen3(CausalDecoder):
     @staticmethod
     def weight_map(config: Qwen3Config) -> tuple[WeightRule, ...]:
         """Where each parameter's values stand in a Hugging Face checkpoint."""
-        return decoder_rules(
-            config,
-            {
-                "attention_norm": "input_layernorm",
-                "attention.q_norm": "self_attn.q_norm",
-                "attention.k_norm": "self_attn.k_norm",
-                "mlp_norm": "post_attention_layernorm",
-            },
-        )
+        return decoder_rules(config, QWEN3_NORMS)

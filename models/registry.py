@@ -13,9 +13,11 @@ from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.gpt_oss import MXFP4, GptOss, GptOssConfig
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
+from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
 from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
+from tokenspeed_jax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
 from tokenspeed_jax.models.weight_map import WeightRule
 
 
@@ -86,9 +88,11 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
     "GptOssForCausalLM": ModelFamily(GptOssConfig, GptOss, quantizations=(MXFP4,)),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
+    "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
     "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),
+    "Qwen3MoeForCausalLM": ModelFamily(Qwen3MoEConfig, Qwen3MoE),
 }
 
 
