@@ -9,10 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
+from tokenspeed_jax.models.falcon_mamba import FalconMamba, FalconMambaConfig
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.gpt_oss import MXFP4, GptOss, GptOssConfig
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
+from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
+from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
 from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
@@ -85,9 +88,12 @@ class ModelFamily:
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "FalconMambaForCausalLM": ModelFamily(FalconMambaConfig, FalconMamba),
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
     "GptOssForCausalLM": ModelFamily(GptOssConfig, GptOss, quantizations=(MXFP4,)),
+    "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
+    "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),
     "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
@@ -100,7 +106,7 @@ def resolve_model(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
     """The family that a `config.json` names, and its configuration.
 
     Raises:
-        UnsupportedConfig: an unknown architecture, a quantised checkpoint, or a field that is not served.
+        UnsupportedConfig: an unknown architecture, or a quantisation or a field that is not served for it.
     """
     supported = ", ".join(sorted(MODEL_FAMILIES))
     names = hf.get("architectures") or []
