@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
 from tokenspeed_jax.models.falcon_mamba import FalconMamba, FalconMambaConfig
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
-from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
+from tokenspeed_jax.models.gpt_oss import MXFP4, GptOss, GptOssConfig
+from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
@@ -67,10 +68,15 @@ class CausalLM(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-    """One architecture: its configuration and its module."""
+    """One architecture: its configuration and its module.
+
+    Attributes:
+        quantizations: values of `quantization_config.quant_method` that its weight map serves.
+    """
 
     config: type[Any]
     model: type[Any]
+    quantizations: tuple[str, ...] = ()
 
     def build(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Any:
         """A model with random parameters in `dtype`, on the default device; works under `nnx.eval_shape` and `jit`."""
@@ -84,6 +90,7 @@ class ModelFamily:
 MODEL_FAMILIES: dict[str, ModelFamily] = {
     "FalconMambaForCausalLM": ModelFamily(FalconMambaConfig, FalconMamba),
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
+    "GptOssForCausalLM": ModelFamily(GptOssConfig, GptOss, quantizations=(MXFP4,)),
     "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),
@@ -99,7 +106,7 @@ def resolve_model(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
     """The family that a `config.json` names, and its configuration.
 
     Raises:
-        UnsupportedConfig: an unknown architecture, a quantised checkpoint, or a field that is not served.
+        UnsupportedConfig: an unknown architecture, or a quantisation or a field that is not served for it.
     """
     supported = ", ".join(sorted(MODEL_FAMILIES))
     names = hf.get("architectures") or []
@@ -108,5 +115,13 @@ def resolve_model(hf: Mapping[str, Any]) -> tuple[ModelFamily, ModelConfig]:
     family = next((MODEL_FAMILIES[name] for name in names if name in MODEL_FAMILIES), None)
     if family is None:
         raise UnsupportedConfig(f"architecture {', '.join(map(repr, names))} is not supported (supported: {supported})")
-    HfConfig(hf).refuse_unless("quantization_config", None, None)
+    quantization = hf.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method not in family.quantizations:
+            served = ", ".join(map(repr, family.quantizations)) or "none"
+            raise UnsupportedConfig(
+                f"config.json: quantization_config.quant_method = {method!r} is not supported "
+                f"(served for this architecture: {served})"
+            )
     return family, family.config.from_hf(hf)

@@ -21,6 +21,8 @@ class WeightRule:
         rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
         join: makes the parameter of the tensors, on the device; None concatenates.
         tensor_shapes: the tensors' shapes, with `join`.
+        tensor_dtype: of tensors that are no numbers until `join` has made them so, such as packed bytes; they reach it
+            as they are stored. None for floating-point tensors, which are cast to the parameter's dtype first.
     """
 
     parameter: tuple[str | int, ...]
@@ -28,10 +30,13 @@ class WeightRule:
     rows: tuple[int, ...] | None = None
     join: Callable[[Sequence[Array]], Array] | None = None
     tensor_shapes: tuple[tuple[int, ...], ...] | None = None
+    tensor_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if (self.join is None) != (self.tensor_shapes is None):
             raise ValueError(f"{self.parameter}: join and tensor_shapes go together")
+        if self.tensor_dtype is not None and self.join is None:
+            raise ValueError(f"{self.parameter}: tensors of {self.tensor_dtype} need a join")
         given = self.tensor_shapes if self.rows is None else self.rows
         if len(self.tensors) != (1 if given is None else len(given)):
             raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows or shapes {given}")
