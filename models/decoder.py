@@ -48,6 +48,11 @@ class DecoderConfig:
             )
 
     @property
+    def cache_family(self) -> str:
+        """The recipe of the model's cache, see `recipes.setup.CACHE_FAMILIES`."""
+        return "ordinary"
+
+    @property
     def attention_scale(self) -> float:
         """Factor on q.k."""
         return self.head_dim**-0.5

@@ -9,10 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
+from tokenspeed_jax.models.falcon_mamba import FalconMamba, FalconMambaConfig
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
+from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
+from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
 from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
@@ -33,6 +36,8 @@ class ModelConfig(Protocol):
     def max_position_embeddings(self) -> int: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+    @property
+    def cache_family(self) -> str: ...
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -77,9 +82,12 @@ class ModelFamily:
 
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "FalconMambaForCausalLM": ModelFamily(FalconMambaConfig, FalconMamba),
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
+    "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
+    "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
     "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),

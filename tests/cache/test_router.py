@@ -156,8 +156,8 @@ def test_padded_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> Non
     }
     padded = it.host_tables(raw, 3)
     assert {name: table.shape for name, table in padded.items()} == {"full": (3, 4), "sliding": (3, 8)}
-    full = LayerBinding(0, "full", "layer.0.k", "layer.0.v", -1)
-    sliding = LayerBinding(1, "sliding", "layer.1.k", "layer.1.v", 95)
+    full = LayerBinding(0, "full", (("k", "layer.0.k"), ("v", "layer.0.v")), -1)
+    sliding = LayerBinding(1, "sliding", (("k", "layer.1.k"), ("v", "layer.1.v")), 95)
 
     @jax.jit
     def step(tables: dict, kv_lens: jax.Array) -> tuple:
