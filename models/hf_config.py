@@ -44,6 +44,10 @@ class HfConfig:
             raise UnsupportedConfig(f"config.json: {field} must be a positive integer, got {value!r}")
         return value
 
+    def count(self, field: str, default: int | Required = REQUIRED) -> int:
+        """An integer that may be 0."""
+        return 0 if self._value(field, default) == 0 else self.integer(field, default)
+
     def number(self, field: str, default: float | Required = REQUIRED) -> float:
         """A positive number."""
         return positive_number(self._value(field, default), field)

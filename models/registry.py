@@ -9,10 +9,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
+from tokenspeed_jax.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from tokenspeed_jax.models.falcon_mamba import FalconMamba, FalconMambaConfig
 from tokenspeed_jax.models.gemma3 import Gemma3, Gemma3Config
 from tokenspeed_jax.models.gpt_oss import MXFP4, GptOss, GptOssConfig
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
+from tokenspeed_jax.models.kimi_linear import KimiLinear, KimiLinearConfig
 from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
@@ -86,11 +88,17 @@ class ModelFamily:
         """Where each parameter's values stand in a Hugging Face checkpoint."""
         return self.model.weight_map(config)
 
+    def ignored_tensors(self, config: ModelConfig) -> tuple[str, ...]:
+        """Beginnings of names of tensors that a checkpoint may have and the model does not compute with."""
+        return getattr(self.model, "ignored_tensors", lambda _: ())(config)
+
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "DeepseekV3ForCausalLM": ModelFamily(DeepseekV3Config, DeepseekV3),
     "FalconMambaForCausalLM": ModelFamily(FalconMambaConfig, FalconMamba),
     "Gemma3ForCausalLM": ModelFamily(Gemma3Config, Gemma3),
     "GptOssForCausalLM": ModelFamily(GptOssConfig, GptOss, quantizations=(MXFP4,)),
+    "KimiLinearForCausalLM": ModelFamily(KimiLinearConfig, KimiLinear),
     "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),

@@ -113,6 +113,14 @@ def gated_mlp_rules(parameter: tuple[str | int, ...], tensor: str, intermediate_
     yield from linear_rules((*parameter, "down"), f"{tensor}.down_proj", bias=False)
 
 
+def vocabulary_rules(config: Any) -> Iterator[WeightRule]:
+    """What stands around the layers of a `CausalDecoder`: embedding, final norm and, unless it is tied, the head."""
+    yield same(("embed", "weight"), "model.embed_tokens.weight")
+    yield same(("norm", "weight"), "model.norm.weight")
+    if not config.tie_word_embeddings:
+        yield same(("head", "weight"), "lm_head.weight")
+
+
 def decoder_rules(
     config: Any, norms: dict[str, str], mlp_rules: Callable[[int], Iterable[WeightRule]] | None = None
 ) -> tuple[WeightRule, ...]:
@@ -123,9 +131,7 @@ def decoder_rules(
         norms: parameter path within a layer (dotted) -> tensor name within that layer, for the layer's norms.
         mlp_rules: those of a layer's feed-forward block, by layer id; None where every layer has the dense `mlp`.
     """
-    rules = [same(("embed", "weight"), "model.embed_tokens.weight"), same(("norm", "weight"), "model.norm.weight")]
-    if not config.tie_word_embeddings:
-        rules.append(same(("head", "weight"), "lm_head.weight"))
+    rules = list(vocabulary_rules(config))
     for spec in config.attention_layers():
         here, there = ("layers", spec.layer_id), f"model.layers.{spec.layer_id}"
         q = spec.num_heads * spec.head_dim

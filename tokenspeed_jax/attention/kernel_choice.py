@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from tokenspeed_jax.cache.binding import LayerBinding
-from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, prefill_attention
+from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
+from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention
 
 
 def kernel_families(layers: Iterable[LayerSpec], bindings: Iterable[LayerBinding]) -> dict[str, str]:
@@ -33,19 +33,34 @@ def mosaic_refusals(
         page_sizes: tokens of one kernel page, per cache group.
         dtype: dtype of activations and cache.
     """
-    refusals = {}
+    refusals: dict[str, str] = {}
     for layer, binding in zip(layers, bindings, strict=True):
-        if not isinstance(layer, AttentionSpec):
+        if isinstance(layer, RecurrentSpec):
             continue
-        for operation, module in (("decode", decode_attention), ("prefill", prefill_attention)):
-            refusal = module.mosaic_refusal(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                tokens_per_page=page_sizes[binding.group_id],
-                dtype=dtype,
-                kv_dtype=dtype,
-            )
+        for operation, refusal in _layer_refusals(layer, page_sizes[binding.group_id], dtype).items():
             if refusal is not None:
                 refusals[operation] = f"layer {layer.layer_id}: {refusal}"
     return refusals
+
+
+def _layer_refusals(
+    layer: AttentionSpec | LatentAttentionSpec, tokens_per_page: int, dtype: str
+) -> dict[str, str | None]:
+    match layer:
+        case AttentionSpec():
+            shape = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
+            modules = {"decode": decode_attention, "prefill": prefill_attention}
+            return {
+                operation: module.mosaic_refusal(**shape, tokens_per_page=tokens_per_page, dtype=dtype, kv_dtype=dtype)
+                for operation, module in modules.items()
+            }
+        case LatentAttentionSpec():
+            decode = latent_attention.decode_mosaic_refusal(
+                num_heads=layer.num_heads,
+                latent_dim=layer.latent_dim,
+                rope_dim=layer.rope_dim,
+                tokens_per_page=tokens_per_page,
+                dtype=dtype,
+                cache_dtype=dtype,
+            )
+            return {"latent decode": decode, "latent prefill": latent_attention.prefill_mosaic_refusal()}

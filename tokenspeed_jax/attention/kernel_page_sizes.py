@@ -20,6 +20,7 @@ class KernelPageSizes:
 
 KERNEL_PAGE_SIZES: dict[str, KernelPageSizes] = {
     "mha": KernelPageSizes(default=64, supported=(16, 32, 64, 128)),
+    "mla": KernelPageSizes(default=64, supported=(16, 32, 64)),
 }
 """Kernel family -> its page sizes, one line per family."""
 

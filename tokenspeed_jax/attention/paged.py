@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.attention.latent import attend_latent_pages
 from tokenspeed_jax.attention.recurrent import convolve_cached, recur_cached
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding
@@ -118,7 +119,19 @@ class PagedStep:
         layer: LatentAttentionSpec,
     ) -> Float[Array, "tokens heads value_dim"]:
         """Stores `rows` at their slots and attends `q`; see `models.attention.attend_latent`."""
-        raise NotImplementedError("latent attention")
+        binding = self._bindings[layer.layer_id]
+        slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
+        cached = self._store(binding.field("latent_kv"), binding, slots, rows[:, None])
+        return attend_latent_pages(
+            q,
+            cached,
+            expansion,
+            layer,
+            self._page_tables[binding.group_id],
+            self._query_starts,
+            self._kv_lens,
+            implementation=self._implementation,
+        )
 
     def convolve(
         self,

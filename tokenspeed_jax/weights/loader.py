@@ -55,7 +55,8 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
     variables = dict(nnx.to_flat_state(state))
     rules = family.weight_map(config)
     _check_rules(rules, variables)
-    _check_tensors(checkpoint, rules, variables, tied=config.tie_word_embeddings)
+    ignored = (*family.ignored_tensors(config), *((_HEAD,) if config.tie_word_embeddings else ()))
+    _check_tensors(checkpoint, rules, variables, ignored)
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables.values())
     filled = []
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
@@ -85,9 +86,14 @@ def _check_rules(rules: Sequence[WeightRule], variables: Mapping[Any, Any]) -> N
 
 
 def _check_tensors(
-    checkpoint: Checkpoint, rules: Sequence[WeightRule], variables: Mapping[Any, Any], *, tied: bool
+    checkpoint: Checkpoint, rules: Sequence[WeightRule], variables: Mapping[Any, Any], ignored: tuple[str, ...]
 ) -> None:
-    """Compares what the checkpoint has with what the model needs; raises once, naming all that differ."""
+    """Compares what the checkpoint has with what the model needs; raises once, naming all that differ.
+
+    Args:
+        ignored: beginnings of names that may be there without being needed: a copy of a tied head, or what a family
+            leaves out.
+    """
     tensors = checkpoint.tensors
     present = set(tensors.names())
     needed = {
@@ -97,7 +103,7 @@ def _check_tensors(
     }
     packed = {name: rule.tensor_dtype for rule in rules for name in rule.tensors if rule.tensor_dtype is not None}
     missing = [name for name in needed if name not in present]
-    extra = sorted(name for name in present - needed.keys() if not _ignorable(name, tied))
+    extra = sorted(name for name in present - needed.keys() if not _ignorable(name, ignored))
     misshapen = [
         f"{name} {tuple(tensors.shape(name))} where {shape} is expected"
         for name, shape in needed.items()
@@ -128,6 +134,6 @@ def _check_tensors(
         raise CheckpointError(f"{checkpoint.name}: tensors do not fit the configuration: {'; '.join(problems)}")
 
 
-def _ignorable(name: str, tied: bool) -> bool:
-    """Tensors that some exporters add: rotary frequencies, which are computed, and a copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
+    """Tensors that need no home: those, and rotary frequencies, which some exporters add and are computed here."""
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)
