@@ -22,6 +22,7 @@ from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
 from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
+from tokenspeed_jax.models.qwen3_5 import Qwen3_5, Qwen3_5Config
 from tokenspeed_jax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
 from tokenspeed_jax.models.weight_map import WeightRule
 
@@ -105,6 +106,8 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
+    "Qwen3_5ForCausalLM": ModelFamily(Qwen3_5Config, Qwen3_5),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(Qwen3_5Config, Qwen3_5),
     "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),
     "Qwen3MoeForCausalLM": ModelFamily(Qwen3MoEConfig, Qwen3MoE),
 }
