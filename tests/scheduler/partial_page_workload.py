@@ -91,7 +91,8 @@ class PartialPages(Workload):
                 resume = begin + count
                 if tuple(tokens[begin:resume]) != page.tokens[:count] or resume > len(tokens):
                     break
-                needed = [(group, slot) for group in range(len(self.groups)) for slot in self.read(group, begin, resume)]
+                groups = range(len(self.groups))
+                needed = [(group, slot) for group in groups for slot in self.read(group, begin, resume)]
                 if count > best[0] and all(place in page.blocks for place in needed):
                     best = count, page
         return best
