@@ -5,6 +5,7 @@ from typing import Any, Final
 
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_ATTENTION: Final = "sliding_attention"
+LINEAR_ATTENTION: Final = "linear_attention"
 
 
 class UnsupportedConfig(ValueError):
@@ -44,6 +45,10 @@ class HfConfig:
             raise UnsupportedConfig(f"config.json: {field} must be a positive integer, got {value!r}")
         return value
 
+    def count(self, field: str, default: int | Required = REQUIRED) -> int:
+        """An integer that may be 0."""
+        return 0 if self._value(field, default) == 0 else self.integer(field, default)
+
     def number(self, field: str, default: float | Required = REQUIRED) -> float:
         """A positive number."""
         return positive_number(self._value(field, default), field)
@@ -73,16 +78,19 @@ class HfConfig:
                 f"config.json: {field} = {value!r} is not supported (served: {', '.join(map(repr, served))})"
             )
 
-    def layer_types(self, num_layers: int, default: tuple[str, ...]) -> tuple[str, ...]:
-        """One of `full_attention` and `sliding_attention` for each layer."""
+    def layer_types(
+        self,
+        num_layers: int,
+        default: tuple[str, ...],
+        served: tuple[str, ...] = (FULL_ATTENTION, SLIDING_ATTENTION),
+    ) -> tuple[str, ...]:
+        """One of `served` for each layer."""
         types = tuple(self._value("layer_types", default))
         if len(types) != num_layers:
             raise UnsupportedConfig(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
         for kind in types:
-            if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
-                raise UnsupportedConfig(
-                    f"config.json: layer_types has {kind!r} (served: {FULL_ATTENTION}, {SLIDING_ATTENTION})"
-                )
+            if kind not in served:
+                raise UnsupportedConfig(f"config.json: layer_types has {kind!r} (served: {', '.join(served)})")
         return types
 
 

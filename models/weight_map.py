@@ -21,6 +21,8 @@ class WeightRule:
         rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
         join: makes the parameter of the tensors, on the device; None concatenates.
         tensor_shapes: the tensors' shapes, with `join`.
+        tensor_dtype: of tensors that are no numbers until `join` has made them so, such as packed bytes; they reach it
+            as they are stored. None for floating-point tensors, which are cast to the parameter's dtype first.
     """
 
     parameter: tuple[str | int, ...]
@@ -28,10 +30,13 @@ class WeightRule:
     rows: tuple[int, ...] | None = None
     join: Callable[[Sequence[Array]], Array] | None = None
     tensor_shapes: tuple[tuple[int, ...], ...] | None = None
+    tensor_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if (self.join is None) != (self.tensor_shapes is None):
             raise ValueError(f"{self.parameter}: join and tensor_shapes go together")
+        if self.tensor_dtype is not None and self.join is None:
+            raise ValueError(f"{self.parameter}: tensors of {self.tensor_dtype} need a join")
         given = self.tensor_shapes if self.rows is None else self.rows
         if len(self.tensors) != (1 if given is None else len(given)):
             raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows or shapes {given}")
@@ -63,10 +68,20 @@ def reshaped(
     return WeightRule(parameter, (tensor,), join=lambda parts: parts[0].reshape(shape), tensor_shapes=(tensor_shape,))
 
 
-def reordered(parameter: tuple[str | int, ...], tensor: str, order: np.ndarray, columns: tuple[int, ...]) -> WeightRule:
-    """A parameter whose row i is row order[i] of one tensor of `columns` behind its first axis."""
-    shape = (len(order), *columns)
-    return WeightRule(parameter, (tensor,), join=lambda parts: parts[0][order], tensor_shapes=(shape,))
+def reordered(
+    parameter: tuple[str | int, ...],
+    tensors: tuple[str, ...],
+    rows: tuple[int, ...],
+    order: np.ndarray,
+    columns: tuple[int, ...],
+) -> WeightRule:
+    """A parameter whose row i is row order[i] of several tensors stacked, each of `columns` behind its rows."""
+    if sorted(order) != list(range(sum(rows))):
+        raise ValueError(f"{parameter}: order must name each of {sum(rows)} rows once")
+    shapes = tuple((count, *columns) for count in rows)
+    return WeightRule(
+        parameter, tensors, join=lambda parts: jnp.concatenate(parts, axis=0)[order], tensor_shapes=shapes
+    )
 
 
 def stacked(
@@ -108,6 +123,14 @@ def gated_mlp_rules(parameter: tuple[str | int, ...], tensor: str, intermediate_
     yield from linear_rules((*parameter, "down"), f"{tensor}.down_proj", bias=False)
 
 
+def vocabulary_rules(config: Any) -> Iterator[WeightRule]:
+    """What stands around the layers of a `CausalDecoder`: embedding, final norm and, unless it is tied, the head."""
+    yield same(("embed", "weight"), "model.embed_tokens.weight")
+    yield same(("norm", "weight"), "model.norm.weight")
+    if not config.tie_word_embeddings:
+        yield same(("head", "weight"), "lm_head.weight")
+
+
 def decoder_rules(
     config: Any, norms: dict[str, str], mlp_rules: Callable[[int], Iterable[WeightRule]] | None = None
 ) -> tuple[WeightRule, ...]:
@@ -118,9 +141,7 @@ def decoder_rules(
         norms: parameter path within a layer (dotted) -> tensor name within that layer, for the layer's norms.
         mlp_rules: those of a layer's feed-forward block, by layer id; None where every layer has the dense `mlp`.
     """
-    rules = [same(("embed", "weight"), "model.embed_tokens.weight"), same(("norm", "weight"), "model.norm.weight")]
-    if not config.tie_word_embeddings:
-        rules.append(same(("head", "weight"), "lm_head.weight"))
+    rules = list(vocabulary_rules(config))
     for spec in config.attention_layers():
         here, there = ("layers", spec.layer_id), f"model.layers.{spec.layer_id}"
         q = spec.num_heads * spec.head_dim

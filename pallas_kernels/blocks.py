@@ -64,9 +64,11 @@ class BlockView:
         """Copies of the named blocks; zeros for ids at or below 0, whatever the null block holds."""
         rows = jnp.clip(block_ids, 0, None) + self.first_row
         if bitcast_is_free():
-            payload = _load(self._typed(), rows, self.offset_bytes // self.itemsize, self._elements)
+            payload = load_columns(self._typed(), rows, self.offset_bytes // self.itemsize, self._elements)
         else:
-            raw = _load(self.plane.reshape(self.num_rows, -1), rows, self.offset_bytes, self._elements * self.itemsize)
+            raw = load_columns(
+                self.plane.reshape(self.num_rows, -1), rows, self.offset_bytes, self._elements * self.itemsize
+            )
             payload = _typed_rows(raw, self.dtype)
         payload = payload.reshape(-1, *self.shape)
         live = (block_ids > 0).reshape(-1, *[1] * len(self.shape))
@@ -81,11 +83,11 @@ class BlockView:
             rows = jnp.pad(rows, (0, 1), constant_values=self.num_rows)
             flat = jnp.pad(flat, ((0, 1), (0, 0)))
         if bitcast_is_free():
-            stored = _store(self._typed(), rows, self.offset_bytes // self.itemsize, flat)
+            stored = store_columns(self._typed(), rows, self.offset_bytes // self.itemsize, flat)
             raw = lax.bitcast_convert_type(stored, jnp.uint8)
         else:
             update = lax.bitcast_convert_type(flat, jnp.uint8).reshape(flat.shape[0], -1)
-            raw = _store(self.plane.reshape(self.num_rows, -1), rows, self.offset_bytes, update)
+            raw = store_columns(self.plane.reshape(self.num_rows, -1), rows, self.offset_bytes, update)
         return dataclasses.replace(self, plane=raw.reshape(self.plane.shape))
 
     def _typed(self) -> Shaped[Array, "rows elements"]:
@@ -98,8 +100,8 @@ def _typed_rows(raw: UInt8[Array, "rows bytes"], dtype: str) -> Shaped[Array, "r
     return lax.bitcast_convert_type(split, jnp.dtype(dtype))
 
 
-def _load(rows_of: Array, rows: Int[Array, " ids"], first: int, count: int) -> Array:
-    """`count` columns from `first` of the named rows."""
+def load_columns(rows_of: Array, rows: Int[Array, " ids"], first: int, count: int) -> Array:
+    """`count` columns from `first` of the named rows of a matrix, rows clipped to those that exist."""
     return lax.gather(
         rows_of,
         jnp.stack([rows, jnp.full_like(rows, first)], axis=-1),
@@ -109,7 +111,7 @@ def _load(rows_of: Array, rows: Int[Array, " ids"], first: int, count: int) -> A
     )
 
 
-def _store(rows_of: Array, rows: Int[Array, " ids"], first: int, values: Array) -> Array:
+def store_columns(rows_of: Array, rows: Int[Array, " ids"], first: int, values: Array) -> Array:
     """The matrix with `values` in the columns from `first` of the named rows; rows out of range are dropped."""
     return lax.scatter(
         rows_of,

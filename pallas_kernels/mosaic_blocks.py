@@ -77,7 +77,8 @@ def add_block(
     """The state after one block of keys.
 
     Args:
-        q_smem, k_smem, v_smem: [64, dim] queries, [keys, dim] keys and values.
+        q_smem, k_smem, v_smem: [64, dim] queries, or [dim / 64, 64, 64] in chunks of columns; [keys, dim] keys and
+            values.
         mask: scores -> scores with what is not visible at `MASKED`; None when all is visible.
         keys_read: called once the keys are no longer needed.
         await_values: called after the softmax, before the values are read.
@@ -87,7 +88,11 @@ def add_block(
     keys = k_smem.shape[0]
 
     def multiply(acc: Ref) -> jax.Array:
-        plgpu.wgmma(acc, q_smem, k_smem.transpose((1, 0)))
+        if len(q_smem.shape) == 2:
+            plgpu.wgmma(acc, q_smem, k_smem.transpose((1, 0)))
+        else:
+            for i in range(q_smem.shape[0]):
+                plgpu.wgmma(acc, q_smem.at[i], k_smem.at[:, pl.ds(i * CHUNK, CHUNK)].transpose((1, 0)))
         issued()
         return acc[...]
 
@@ -118,6 +123,15 @@ def add_block(
 
     values = pl.run_state(accumulate)(tuple(gpu.ACC.init(chunk) for chunk in kept))
     return RowState(top, weight, values)
+
+
+def join_sinks(state: RowState, sinks: jax.Array) -> RowState:
+    """The state with one more logit in each row's denominator, which brings no value.
+
+    Args:
+        sinks: float32, a scalar or one per row; far above the row's scores it gives weight infinity and output 0.
+    """
+    return state._replace(weight=state.weight + jnp.exp2(sinks * LOG2_E - state.top))
 
 
 def outputs(state: RowState) -> tuple[jax.Array, ...]:

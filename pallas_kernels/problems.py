@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,3 +88,73 @@ class PagedProblem:
     def prefill_arguments(self) -> tuple[jax.Array, PageView, PageView, jax.Array, jax.Array, jax.Array]:
         """Positional arguments of `prefill_attention`."""
         return self.q, self.k, self.v, self.page_table, self.query_starts, self.kv_lens
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentProblem:
+    """Arguments of the latent attention functions: one row per cached token, and expansions to keys and values.
+
+    Pages, table and lengths are as in `PagedProblem`.
+    """
+
+    q: Float[Array, "tokens heads query_dim"]
+    key: Float[Array, "heads nope_dim latent_dim"]
+    value: Float[Array, "heads value_dim latent_dim"]
+    rows: PageView
+    page_table: Int[Array, "rows columns"]
+    query_starts: Int[Array, " rows_and_end"]
+    kv_lens: Int[Array, " rows"]
+
+    @classmethod
+    def random(
+        cls,
+        rng: np.random.Generator,
+        *,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        num_heads: int,
+        latent_dim: int,
+        rope_dim: int,
+        nope_dim: int,
+        value_dim: int,
+        dtype: DTypeLike = jnp.float32,
+        **options: Any,
+    ) -> "LatentProblem":
+        """Rows with the given numbers of new and of all tokens; `options` are those of `PagedProblem.random`."""
+        paged = PagedProblem.random(
+            rng,
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=latent_dim + rope_dim,
+            dtype=dtype,
+            **options,
+        )
+
+        def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+            return jnp.asarray(scale * rng.standard_normal(shape, dtype=np.float32), dtype)
+
+        return cls(
+            normal(paged.q.shape[0], num_heads, nope_dim + rope_dim),
+            normal(num_heads, nope_dim, latent_dim, scale=latent_dim**-0.5),
+            normal(num_heads, value_dim, latent_dim, scale=latent_dim**-0.5),
+            paged.k,
+            paged.page_table,
+            paged.query_starts,
+            paged.kv_lens,
+        )
+
+    def absorbed(self) -> Float[Array, "tokens heads row_dim"]:
+        """The queries as decode takes them."""
+        q_nope, q_rope = jnp.split(self.q, (self.key.shape[1],), axis=-1)
+        q_latent = jnp.einsum("thn,hnl->thl", q_nope, self.key, precision=jax.lax.Precision.HIGHEST)
+        return jnp.concatenate([q_latent, q_rope], axis=-1)
+
+    def decode_arguments(self) -> tuple[jax.Array, PageView, jax.Array, jax.Array]:
+        """Positional arguments of `latent_decode_attention`; every row must have one query."""
+        return self.absorbed(), self.rows, self.page_table, self.kv_lens
+
+    def prefill_arguments(self) -> tuple[Any, ...]:
+        """Positional arguments of `latent_prefill_attention`."""
+        return self.q, self.key, self.value, self.rows, self.page_table, self.query_starts, self.kv_lens

@@ -233,9 +233,13 @@ def group(
     prefix_granularity: int,
     fields_for_layer: FieldsForLayer,
     *,
+    checkpoint_granularity: int | None = None,
     with_transfer_policy: bool = False,
 ) -> tuple[Group, ...]:
     """Groups in order of first appearance, one walk over the layers (cache-runtime.md 4).
+
+    Args:
+        checkpoint_granularity: tokens that a block of a state group spans; None takes the prefix granularity.
 
     Raises:
         ValueError: two layers name one group with different retention, window or family, or no layer of a group
@@ -269,7 +273,7 @@ def group(
             replayable=False,
             rows_per_page=prefix_granularity if history else None,
             entry_stride_tokens=1 if history else None,
-            checkpoint_granularity=None if history else prefix_granularity,
+            checkpoint_granularity=None if history else checkpoint_granularity or prefix_granularity,
             sliding_window_tokens=window,
             transfer_policy=policy if with_transfer_policy else None,
         )

@@ -38,4 +38,4 @@ def test_every_registered_default_is_supported() -> None:
 def test_only_history_groups_have_pages() -> None:
     full = CacheGroupSpec("full", "history", "full_history", False, rows_per_page=64, entry_stride_tokens=2)
     state = CacheGroupSpec("state", "state", "full_history", False, checkpoint_granularity=128)
-    assert history_kernel_page_sizes((full, state), "mha", 128) == {"full": 128}
+    assert history_kernel_page_sizes((full, state), {"full": "mha"}, 128) == {"full": 128}

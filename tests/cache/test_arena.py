@@ -259,7 +259,7 @@ def step_program(arena: CacheArena, *, ordered: bool = True):
         for layer in bindings:
             slots = router.write_locations(pages, layer, rows=rows, positions=positions)
             read = jnp.bfloat16(0)
-            for field_id in (layer.k_field, layer.v_field):
+            for field_id in (layer.field("k"), layer.field("v")):
                 stored = values + jnp.minimum(total, 1) if ordered else values
                 view = arena.page_view(planes, field_id, 4).write(slots, stored)
                 planes[arena.plane_of(field_id)] = view.plane

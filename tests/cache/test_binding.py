@@ -24,7 +24,7 @@ def planned(layers: tuple[AttentionSpec, ...]) -> tuple[CacheMemoryPlan, tuple[C
 
 def test_every_layer_gets_its_group_its_fields_and_its_window() -> None:
     bindings = bind_cache_groups(LAYERS, *planned(LAYERS))
-    assert [(b.layer_id, b.group_id, b.k_field, b.v_field, b.window_left) for b in bindings] == [
+    assert [(b.layer_id, b.group_id, b.field("k"), b.field("v"), b.window_left) for b in bindings] == [
         (0, "sliding_attention", "layer.0.k", "layer.0.v", 31),
         (1, "full_attention", "layer.1.k", "layer.1.v", -1),
         (2, "sliding_attention", "layer.2.k", "layer.2.v", 31),
@@ -64,7 +64,7 @@ def test_keys_and_values_live_in_one_history_group() -> None:
     k, v = (CacheFieldSpec(f"layer.0.{name}", f"unit.{name}", (16, 2, 8), "float32") for name in ("k", "v"))
     split = ((spec("a"), (k,)), (spec("b"), (v,)))
     layer = (AttentionSpec(0, 4, 2, 8, 1.0),)
-    with pytest.raises(ValueError, match="keys in 'a' and values in 'b'"):
+    with pytest.raises(ValueError, match=r"in several cache groups: {'k': 'a', 'v': 'b'}"):
         bind_cache_groups(layer, pack(split, 16, None, 1, 9.0).bind(1), tuple(s for s, _ in split))
     snapshot = CacheGroupSpec("s", "state", "full_history", False, checkpoint_granularity=16)
     with pytest.raises(ValueError, match="'s' is a state group"):

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.cache.write_locations import (
-    decode_window,
-    expand_block_table,
-    extend_span,
-    position_slots,
-    token_row_slots,
-)
+from tokenspeed_jax.cache.write_locations import decode_window, extend_span, token_row_slots
+from tokenspeed_jax.pallas_kernels.table_expansion import expand_block_table, position_slots
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
 
 T4_TABLE = jnp.array([[5, 0, 7], [9, -1, -1], [3, 3, 3]], jnp.int32)
@@ -156,8 +151,8 @@ def test_padded_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> Non
     }
     padded = it.host_tables(raw, 3)
     assert {name: table.shape for name, table in padded.items()} == {"full": (3, 4), "sliding": (3, 8)}
-    full = LayerBinding(0, "full", "layer.0.k", "layer.0.v", -1)
-    sliding = LayerBinding(1, "sliding", "layer.1.k", "layer.1.v", 95)
+    full = LayerBinding(0, "full", (("k", "layer.0.k"), ("v", "layer.0.v")), -1)
+    sliding = LayerBinding(1, "sliding", (("k", "layer.1.k"), ("v", "layer.1.v")), 95)
 
     @jax.jit
     def step(tables: dict, kv_lens: jax.Array) -> tuple:

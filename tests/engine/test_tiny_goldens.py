@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 
 from tokenspeed_jax import Engine, RequestOutput, SamplingParams
+from tokenspeed_jax.models.registry import resolve_model
+from tokenspeed_jax.recipes.base import SchedulerLimits
+from tokenspeed_jax.recipes.plan import pack
+from tokenspeed_jax.recipes.setup import CACHE_FAMILIES
 
 from ..families import ALL
 from .conftest import GOLDEN, EngineFactory
@@ -72,7 +76,7 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
         kernel_page_size=16,
         max_model_len=232,
         max_num_batched_tokens=64,
-        kv_cache_memory_bytes=cache_bytes(family, parents=12 if family == "mistral" else 24),
+        kv_cache_memory_bytes=small_pool_bytes(family),
         overlap_schedule=False,
     )
     params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
@@ -88,13 +92,23 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
     for output in outputs:
         same.setdefault(tuple(output.prompt_token_ids), set()).add(tuple(output.samples[0].token_ids))
     assert all(len(variants) == 1 for variants in same.values())
-    assert engine.stats().retractions > before
+    # A request of a model with states alone never grows, so nothing is ever taken from it.
+    assert engine.stats().retractions > before or family in ("mamba2", "falcon_mamba")
 
 
-def cache_bytes(family: str, *, parents: int) -> int:
-    """Arena bytes for `parents` usable parents of 16 tokens: keys and values of the deepest cache group, float32."""
-    config = json.loads((GOLDEN / "tiny" / family / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    types = config.get("layer_types") or ["one"] * config["num_hidden_layers"]
-    depth = max(types.count(kind) for kind in set(types))
-    return (parents + 1) * 16 * depth * 2 * config["num_key_value_heads"] * head_dim * 4
+def small_pool_bytes(family: str) -> int:
+    """Arena bytes for one and a half requests of 232 tokens, in blocks of 16."""
+    _, config = resolve_model(json.loads((GOLDEN / "tiny" / family / "config.json").read_text()))
+    recipe = CACHE_FAMILIES[config.cache_family](
+        config.attention_layers(),
+        kv_dtype="float32",
+        prefix_granularity=16,
+        budget_bytes=1 << 30,
+        limits=SchedulerLimits("Fused", max_live_requests=16, max_scheduled_tokens=64, max_context_len=232),
+    )
+    groups = recipe.groups()
+    specs = tuple(spec for spec, _ in groups)
+    layout = pack(groups, 16, recipe.packing(groups), recipe.alignment, recipe.max_padding_fraction)
+    model = recipe.capacity_model(layout, specs)
+    alone = model.lcm_blocks_needed_for(model.single_request_group_pages(232))
+    return (1 + alone * 3 // 2) * layout.lcm_block_bytes

@@ -3,12 +3,28 @@
 from collections.abc import Iterable, Mapping
 
 from tokenspeed_jax.cache.binding import LayerBinding
-from tokenspeed_jax.models.attention import AttentionSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, prefill_attention
+from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
+from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention
+
+
+def kernel_families(layers: Iterable[LayerSpec], bindings: Iterable[LayerBinding]) -> dict[str, str]:
+    """Kernel family that reads each history group's pages, a key of `KERNEL_PAGE_SIZES`.
+
+    Raises:
+        ValueError: layers of one group need different families.
+    """
+    families: dict[str, str] = {}
+    for layer, binding in zip(layers, bindings, strict=True):
+        if not isinstance(layer, AttentionSpec | LatentAttentionSpec):
+            continue
+        family = "mha" if isinstance(layer, AttentionSpec) else "mla"
+        if families.setdefault(binding.group_id, family) != family:
+            raise ValueError(f"cache group {binding.group_id!r} is read by kernels of two families")
+    return families
 
 
 def mosaic_refusals(
-    layers: Iterable[AttentionSpec], bindings: Iterable[LayerBinding], page_sizes: Mapping[str, int], dtype: str
+    layers: Iterable[LayerSpec], bindings: Iterable[LayerBinding], page_sizes: Mapping[str, int], dtype: str
 ) -> dict[str, str]:
     """Why the Mosaic GPU kernels cannot serve some layer, by operation; empty when they serve all.
 
@@ -17,17 +33,34 @@ def mosaic_refusals(
         page_sizes: tokens of one kernel page, per cache group.
         dtype: dtype of activations and cache.
     """
-    refusals = {}
+    refusals: dict[str, str] = {}
     for layer, binding in zip(layers, bindings, strict=True):
-        for operation, module in (("decode", decode_attention), ("prefill", prefill_attention)):
-            refusal = module.mosaic_refusal(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                tokens_per_page=page_sizes[binding.group_id],
-                dtype=dtype,
-                kv_dtype=dtype,
-            )
+        if isinstance(layer, RecurrentSpec):
+            continue
+        for operation, refusal in _layer_refusals(layer, page_sizes[binding.group_id], dtype).items():
             if refusal is not None:
                 refusals[operation] = f"layer {layer.layer_id}: {refusal}"
     return refusals
+
+
+def _layer_refusals(
+    layer: AttentionSpec | LatentAttentionSpec, tokens_per_page: int, dtype: str
+) -> dict[str, str | None]:
+    match layer:
+        case AttentionSpec():
+            shape = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
+            modules = {"decode": decode_attention, "prefill": prefill_attention}
+            return {
+                operation: module.mosaic_refusal(**shape, tokens_per_page=tokens_per_page, dtype=dtype, kv_dtype=dtype)
+                for operation, module in modules.items()
+            }
+        case LatentAttentionSpec():
+            decode = latent_attention.decode_mosaic_refusal(
+                num_heads=layer.num_heads,
+                latent_dim=layer.latent_dim,
+                rope_dim=layer.rope_dim,
+                tokens_per_page=tokens_per_page,
+                dtype=dtype,
+                cache_dtype=dtype,
+            )
+            return {"latent decode": decode, "latent prefill": latent_attention.prefill_mosaic_refusal()}

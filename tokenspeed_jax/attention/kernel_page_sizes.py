@@ -3,7 +3,7 @@
 A property of the kernel, never derived from `prefix_granularity`. A cache block of g tokens is g / p kernel pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenspeed_jax.errors import ConfigError
@@ -20,6 +20,7 @@ class KernelPageSizes:
 
 KERNEL_PAGE_SIZES: dict[str, KernelPageSizes] = {
     "mha": KernelPageSizes(default=64, supported=(16, 32, 64, 128)),
+    "mla": KernelPageSizes(default=64, supported=(16, 32, 64)),
 }
 """Kernel family -> its page sizes, one line per family."""
 
@@ -53,11 +54,11 @@ def kernel_page_size(kernel: str, block_granularity: int, override: int | None =
 
 
 def history_kernel_page_sizes(
-    specs: Sequence[CacheGroupSpec], kernel: str, override: int | None = None
+    specs: Sequence[CacheGroupSpec], kernels: Mapping[str, str], override: int | None = None
 ) -> dict[str, int]:
-    """Page size of every history group when one kernel family serves them all; errors as `kernel_page_size`."""
+    """Page size of every history group, for the kernel family that reads it; errors as `kernel_page_size`."""
     return {
-        spec.group_id: kernel_page_size(kernel, spec.block_granularity, override)
+        spec.group_id: kernel_page_size(kernels[spec.group_id], spec.block_granularity, override)
         for spec in specs
         if spec.family == "history"
     }

@@ -1,15 +1,25 @@
-"""Attention over paged caches: writes the step's keys and values, then attends over each row's pages."""
+"""The step of serving: layers write the caches of the step's tokens, and read those of everything before."""
 
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.attention.latent import attend_latent_pages
+from tokenspeed_jax.attention.recurrent import convolve_cached, recur_cached
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.models.attention import AttentionSpec
+from tokenspeed_jax.cache.state_blocks import StateBlocks
+from tokenspeed_jax.models.attention import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LatentExpansion,
+    RecurrenceInputs,
+    RecurrentSpec,
+)
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
 from tokenspeed_jax.pallas_kernels.implementations import Implementation
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentRows
 
 
 class PagedStep:
@@ -27,9 +37,11 @@ class PagedStep:
         router: CacheGroupRouter,
         bindings: tuple[LayerBinding, ...],
         tables: dict[str, Int[Array, "rows columns"]],
+        states: dict[str, StateBlocks],
         rows: Int[Array, " tokens"],
         positions: Int[Array, " tokens"],
         query_starts: Int[Array, " rows_plus_1"] | None,
+        body_lengths: Int[Array, " rows"],
         kv_lens: Int[Array, " rows"],
         implementation: Implementation | None,
     ) -> None:
@@ -37,9 +49,11 @@ class PagedStep:
 
         Args:
             planes: the arena's planes; replaced layer by layer.
-            tables: block table of each row, per cache group.
+            tables: block table of each row, per history group.
+            states: blocks of each row's state, per state group.
             rows, positions: row and position of each token; row -1 for padding tokens.
             query_starts: where each row's tokens begin; None when every row has exactly one.
+            body_lengths: tokens of each row before its checkpoint, see `RecurrentRows`.
             kv_lens: tokens of each row after this step; 0 for a padding row.
             implementation: attention kernels to use; None takes the fastest that serves the call.
         """
@@ -47,9 +61,11 @@ class PagedStep:
         self._arena = arena
         self._router = router
         self._bindings = bindings
+        self._states = states
         self._rows = rows
         self._positions = positions
         self._query_starts = query_starts
+        self._recurrent_rows = None if query_starts is None else RecurrentRows(query_starts, body_lengths)
         self._kv_lens = kv_lens
         self._implementation: Implementation | None = implementation
         self._page_tables = router.expand(tables)
@@ -60,12 +76,13 @@ class PagedStep:
         k: Float[Array, "tokens kv_heads dim"],
         v: Float[Array, "tokens kv_heads dim"],
         layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
     ) -> Float[Array, "tokens heads dim"]:
         """Stores `k` and `v` at their slots and attends `q`; see `models.attention.attend`."""
         binding = self._bindings[layer.layer_id]
         slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
-        keys = self._store(binding.k_field, binding, slots, k)
-        values = self._store(binding.v_field, binding, slots, v)
+        keys = self._store(binding.field("k"), binding, slots, k)
+        values = self._store(binding.field("v"), binding, slots, v)
         page_table = self._page_tables[binding.group_id]
         if self._query_starts is None:
             return decode_attention(
@@ -75,6 +92,7 @@ class PagedStep:
                 page_table,
                 self._kv_lens,
                 scale=layer.scale,
+                sinks=sinks,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 implementation=self._implementation,
@@ -87,10 +105,59 @@ class PagedStep:
             self._query_starts,
             self._kv_lens,
             scale=layer.scale,
+            sinks=sinks,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             implementation=self._implementation,
         )
+
+    def attend_latent(
+        self,
+        q: Float[Array, "tokens heads query_dim"],
+        rows: Float[Array, "tokens row_dim"],
+        expansion: LatentExpansion,
+        layer: LatentAttentionSpec,
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """Stores `rows` at their slots and attends `q`; see `models.attention.attend_latent`."""
+        binding = self._bindings[layer.layer_id]
+        slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
+        cached = self._store(binding.field("latent_kv"), binding, slots, rows[:, None])
+        return attend_latent_pages(
+            q,
+            cached,
+            expansion,
+            layer,
+            self._page_tables[binding.group_id],
+            self._query_starts,
+            self._kv_lens,
+            implementation=self._implementation,
+        )
+
+    def convolve(
+        self,
+        x: Float[Array, "tokens channels"],
+        weight: Float[Array, "channels width"],
+        bias: Float[Array, " channels"] | None,
+        layer: RecurrentSpec,
+    ) -> Float[Array, "tokens channels"]:
+        """Convolves behind the cached windows; see `models.attention.convolve`."""
+        binding = self._bindings[layer.layer_id]
+        field_id = binding.field("window")
+        windows = self._arena.block_view(self.planes, field_id)
+        output, windows = convolve_cached(
+            x, weight, bias, windows, self._states[binding.group_id], self._recurrent_rows
+        )
+        self.planes[self._arena.plane_of(field_id)] = windows.plane
+        return output
+
+    def recur(self, inputs: RecurrenceInputs, layer: RecurrentSpec) -> Float[Array, "tokens ..."]:
+        """Continues the cached states; see `models.attention.recur`."""
+        binding = self._bindings[layer.layer_id]
+        field_id = binding.field("state")
+        states = self._arena.block_view(self.planes, field_id)
+        output, states = recur_cached(inputs, states, self._states[binding.group_id], self._recurrent_rows)
+        self.planes[self._arena.plane_of(field_id)] = states.plane
+        return output
 
     def _store(
         self,
@@ -101,5 +168,5 @@ class PagedStep:
     ) -> PageView:
         page_size = self._router.kernel_page_size(binding.group_id)
         view = self._arena.page_view(self.planes, field_id, page_size).write(slots, rows)
-        self.planes[self._arena.plan.field(field_id).plane_id] = view.plane
+        self.planes[self._arena.plane_of(field_id)] = view.plane
         return view

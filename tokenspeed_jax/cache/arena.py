@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
+from tokenspeed_jax.pallas_kernels.blocks import BlockView, load_columns, store_columns
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.recipes.layout import INT32_MAX, CacheFieldLayout, CacheMemoryPlan
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
@@ -113,6 +113,19 @@ class CacheArena:
             (kernel_page_size, *field.shape[1:]),
             field.dtype,
             first_row=(packing - 1) * (rows // kernel_page_size),
+        )
+
+    def block_view(self, planes: Planes, field_id: str) -> BlockView:
+        """One field of a state group as whole blocks; usable inside the step. `KeyError` for an unknown field."""
+        field = self.plan.field(field_id)
+        packing = self.plan.group(field.group_id).cache_blocks_per_lcm_block
+        return BlockView(
+            planes[field.plane_id],
+            field.shape,
+            field.dtype,
+            stride_bytes=field.page_stride_bytes,
+            offset_bytes=field.field_offset_bytes,
+            first_row=packing - 1,
         )
 
     def zero_blocks(self, blocks: Mapping[str, Iterable[int]]) -> None:
@@ -214,7 +227,8 @@ class CacheArena:
             pages = (self.plan.num_lcm_blocks + 1) * packing
             rows = jnp.where(ids[row] < 0, pages, ids[row] + packing - 1)
             for field in self.plan.group_fields(group_id):
-                planes[field.plane_id] = _zero_rows(planes[field.plane_id], rows, pages, field)
+                nothing = jnp.zeros((rows.shape[0], field.payload_bytes), jnp.uint8)
+                planes[field.plane_id] = _store(planes[field.plane_id], rows, nothing, pages, field)
         return planes
 
     def _read_program(self, planes: Planes, ids: Int32[Array, "groups ids"]) -> Payloads:
@@ -224,7 +238,10 @@ class CacheArena:
             packing = self.plan.group(group_id).cache_blocks_per_lcm_block
             pages = (self.plan.num_lcm_blocks + 1) * packing
             for field in self.plan.group_fields(group_id):
-                payloads[field.field_id] = _load_rows(planes[field.plane_id], ids[row] + packing - 1, pages, field)
+                view = planes[field.plane_id].reshape(pages, field.page_stride_bytes)
+                payloads[field.field_id] = load_columns(
+                    view, ids[row] + packing - 1, field.field_offset_bytes, field.payload_bytes
+                )
         return payloads
 
     def _write_program(self, planes: Planes, payloads: Payloads, ids: Int32[Array, "groups ids"]) -> Planes:
@@ -235,8 +252,7 @@ class CacheArena:
             pages = (self.plan.num_lcm_blocks + 1) * packing
             rows = jnp.where(ids[row] < 0, pages, ids[row] + packing - 1)
             for field in self.plan.group_fields(group_id):
-                stored = _store_rows(planes[field.plane_id], rows, payloads[field.field_id], pages, field)
-                planes[field.plane_id] = stored
+                planes[field.plane_id] = _store(planes[field.plane_id], rows, payloads[field.field_id], pages, field)
         return planes
 
 
@@ -248,27 +264,7 @@ class CopyPrograms:
     write: Any
 
 
-def _zero_rows(
-    plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
-) -> UInt8[Array, "parents bytes"]:
-    """The plane with one field's payload cleared in the given page rows; rows >= `pages` are dropped."""
-    return _store_rows(plane, rows, jnp.zeros((rows.shape[0], field.payload_bytes), jnp.uint8), pages, field)
-
-
-def _load_rows(
-    plane: UInt8[Array, "parents bytes"], rows: Int32[Array, " ids"], pages: int, field: CacheFieldLayout
-) -> UInt8[Array, "ids bytes"]:
-    """One field's payload in the given page rows, clipped to those that exist."""
-    return lax.gather(
-        plane.reshape(pages, field.page_stride_bytes),
-        jnp.stack([rows, jnp.full_like(rows, field.field_offset_bytes)], axis=-1),
-        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)),
-        slice_sizes=(1, field.payload_bytes),
-        mode=lax.GatherScatterMode.CLIP,
-    )
-
-
-def _store_rows(
+def _store(
     plane: UInt8[Array, "parents bytes"],
     rows: Int32[Array, " ids"],
     payload: UInt8[Array, "ids bytes"],
@@ -276,16 +272,8 @@ def _store_rows(
     field: CacheFieldLayout,
 ) -> UInt8[Array, "parents bytes"]:
     """The plane with `payload` in one field of the given page rows; rows >= `pages` are dropped."""
-    stored = lax.scatter(
-        plane.reshape(pages, field.page_stride_bytes),
-        jnp.stack([rows, jnp.full_like(rows, field.field_offset_bytes)], axis=-1),
-        payload,
-        lax.ScatterDimensionNumbers(
-            update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
-        ),
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
-    return stored.reshape(plane.shape)
+    view = plane.reshape(pages, field.page_stride_bytes)
+    return store_columns(view, rows, field.field_offset_bytes, payload).reshape(plane.shape)
 
 
 @jax.jit

@@ -1,7 +1,8 @@
 """`CacheGroupRouter`: the one place where block ids become kernel pages and token positions become slots.
 
 On the host it checks and pads the scheduler's tables to the widths that the compiled step knows. Inside the step it
-expands them and gives a layer the slots of the step's tokens; models and the step loop compute neither.
+expands them and gives a layer the slots of the step's tokens; models and the step loop compute neither. Of state
+groups it looks up, on the host, the three blocks that a row's state comes from and goes to.
 """
 
 from collections.abc import Mapping
@@ -11,12 +12,13 @@ from jaxtyping import Array, Int, Int32
 
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
-from tokenspeed_jax.cache.write_locations import expand_block_table, position_slots
+from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up, state_groups
+from tokenspeed_jax.pallas_kernels.table_expansion import expand_block_table, position_slots
 from tokenspeed_jax.recipes.spec import require_positive_int
 
 
 class CacheGroupRouter:
-    """Routes the history groups of a contract.
+    """Routes the groups of a contract: history groups by pages and slots, state groups by blocks.
 
     Args:
         kernel_page_sizes: tokens of one kernel page, for every history group and no other.
@@ -39,7 +41,9 @@ class CacheGroupRouter:
             raise ValueError(f"overlap_tokens must be at least 0, got {overlap_tokens}")
         history = [spec for spec in contract.group_specs if spec.family == "history"]
         self.group_ids: tuple[str, ...] = tuple(spec.group_id for spec in history)
-        """Routed groups, in contract order."""
+        """History groups, in contract order."""
+        self._states = state_groups(contract.group_specs)
+        self._prefix_granularity = contract.prefix_granularity
         if set(kernel_page_sizes) != set(self.group_ids):
             raise ValueError(
                 f"kernel page sizes are given for {sorted(kernel_page_sizes)}, the history groups are "
@@ -48,7 +52,7 @@ class CacheGroupRouter:
         self._page_size: dict[str, int] = {}
         self._pages_per_block: dict[str, int] = {}
         self._columns: dict[str, int] = {}
-        self._block_ids: dict[str, int] = {}
+        self._block_ids = dict(contract.virtual_block_counts)
         for spec in history:
             page_size = require_positive_int(f"kernel page size of {spec.group_id!r}", kernel_page_sizes[spec.group_id])
             granularity = spec.block_granularity
@@ -60,7 +64,11 @@ class CacheGroupRouter:
             self._page_size[spec.group_id] = page_size
             self._pages_per_block[spec.group_id] = granularity // page_size
             self._columns[spec.group_id] = -(-(max_context_len + overlap_tokens) // granularity)
-            self._block_ids[spec.group_id] = contract.virtual_block_counts[spec.group_id]
+
+    @property
+    def state_group_ids(self) -> tuple[str, ...]:
+        """State groups, in contract order."""
+        return tuple(spec.group_id for spec in self._states)
 
     def kernel_page_size(self, group_id: str) -> int:
         """Tokens of one kernel page of the group."""
@@ -76,7 +84,7 @@ class CacheGroupRouter:
         """The scheduler's tables as the compiled step takes them: `padded_rows` x `table_columns`, 0 where nothing is.
 
         Args:
-            tables: `Forward.Batch.block_tables_arrays()`; all rows are live. Groups that are not routed are ignored.
+            tables: `Forward.Batch.block_tables_arrays()`; all rows are live. Other groups are ignored.
 
         Raises:
             ValueError: a routed group is missing, tables differ in rows, or a table is not int32[rows, columns]
@@ -100,12 +108,55 @@ class CacheGroupRouter:
             padded[group_id] = out
         return padded
 
+    def host_state_blocks(
+        self,
+        tables: Mapping[str, np.ndarray],
+        before: Int[np.ndarray, " rows"],
+        after: Int[np.ndarray, " rows"],
+        num_extends: int,
+        padded_rows: int,
+    ) -> tuple[dict[str, Int32[np.ndarray, "3 rows"]], Int32[np.ndarray, " rows"]]:
+        """Blocks of every state group, and how many tokens of each row come before its checkpoint.
+
+        Args:
+            tables: as for `host_tables`.
+            before, after: tokens of each live row before and after the step.
+            num_extends: rows that may have a checkpoint, the first ones; decode rows have none.
+            padded_rows: rows of the result; those beyond the live ones name no block and have length 0.
+
+        Returns:
+            (group id -> source, checkpoint and target blocks, body length of each row: its length if it has no
+            checkpoint).
+
+        Raises:
+            ValueError: a group is missing, or its table has no block where a state is read or stored.
+        """
+        checkpoint = checkpoint_tokens(before, after, self._prefix_granularity)
+        checkpoint[num_extends:] = 0
+        bodies = np.zeros(padded_rows, np.int32)
+        bodies[: len(after)] = np.where(checkpoint > 0, checkpoint, after) - before
+        blocks = {}
+        for spec in self._states:
+            blocks[spec.group_id] = np.zeros((3, padded_rows), np.int32)
+            if not len(after):
+                continue
+            if spec.group_id not in tables:
+                raise ValueError(f"the batch has no block table for cache group {spec.group_id}")
+            table = tables[spec.group_id]
+            self._check_ids(spec.group_id, table)
+            blocks[spec.group_id][:, : len(after)] = look_up(spec, table, before, after, checkpoint)
+        return blocks, bodies
+
     def _check_table(self, group_id: str, table: np.ndarray, limit: tuple[int, int]) -> None:
+        self._check_ids(group_id, table)
+        if table.shape[0] > limit[0] or table.shape[1] > limit[1]:
+            where = f"block table of cache group {group_id!r}"
+            raise ValueError(f"{where} has shape {table.shape}, the step takes at most {limit}")
+
+    def _check_ids(self, group_id: str, table: np.ndarray) -> None:
         where = f"block table of cache group {group_id!r}"
         if table.ndim != 2 or table.dtype != np.int32:
             raise ValueError(f"{where} must be int32 with 2 axes, got {table.dtype} with {table.ndim}")
-        if table.shape[0] > limit[0] or table.shape[1] > limit[1]:
-            raise ValueError(f"{where} has shape {table.shape}, the step takes at most {limit}")
         count = self._block_ids[group_id]
         if table.size and (int(table.min()) < -1 or int(table.max()) >= count):
             raise ValueError(f"{where} holds ids in [{table.min()}, {table.max()}], allowed are -1 to {count - 1}")

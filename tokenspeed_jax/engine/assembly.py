@@ -10,11 +10,11 @@ import jax
 from flax import nnx
 
 from tokenspeed_jax import scheduler as scheduling
-from tokenspeed_jax.attention.kernel_choice import mosaic_refusals
+from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals
 from tokenspeed_jax.attention.kernel_page_sizes import history_kernel_page_sizes
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding, bind_cache_groups
-from tokenspeed_jax.cache.bridge import scheduler_config
+from tokenspeed_jax.cache.bridge import capacity_model, scheduler_config
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.engine.batch import BatchBuilder
 from tokenspeed_jax.engine.buckets import BucketTable
@@ -85,7 +85,7 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
     if config.warmup:
         layouts = [builder.layout(bucket) for bucket in buckets.all()]
         programs.warm_up(layouts, progress=not config.disable_progress_bars)
-    report = _report(programs, setup, limits, device)
+    report = _report(config, programs, setup, limits, device)
     for line in report.lines():
         _LOG.info("%s", line)
     stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
@@ -150,6 +150,8 @@ class _CachePlanner:
             prefix_granularity=limits.prefix_granularity,
             kv_dtype=self._source.dtype.name,
             budget_bytes=budget,
+            checkpoint_granularity=self._config.checkpoint_granularity,
+            family=self._source.config.cache_family,
         )
 
     def _measure_workspace(self, graph: Any, weights: Any) -> int:
@@ -181,9 +183,9 @@ class _KernelChoice:
 
 def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup) -> _KernelChoice:
     """Binds the layers to their caches. `ConfigError` for a page size or an implementation that cannot serve them."""
-    page_sizes = history_kernel_page_sizes(setup.specs, "mha", config.kernel_page_size)
     layers = source.config.attention_layers()
     bindings = bind_cache_groups(layers, setup.plan, setup.specs)
+    page_sizes = history_kernel_page_sizes(setup.specs, kernel_families(layers, bindings), config.kernel_page_size)
     refusals = mosaic_refusals(layers, bindings, page_sizes, source.dtype.name)
     if refusals and config.attention_implementation == "mosaic":
         raise ConfigError(
@@ -228,7 +230,9 @@ def _scheduler_limits(config: EngineConfig, limits: EngineLimits) -> SchedulerLi
     )
 
 
-def _report(programs: StepPrograms, setup: CacheSetup, limits: EngineLimits, device: jax.Device) -> MemoryReport:
+def _report(
+    config: EngineConfig, programs: StepPrograms, setup: CacheSetup, limits: EngineLimits, device: jax.Device
+) -> MemoryReport:
     limit = device_limit(device)
     free = None
     if limit is not None:
@@ -241,8 +245,21 @@ def _report(programs: StepPrograms, setup: CacheSetup, limits: EngineLimits, dev
         free=free,
         num_parents=setup.plan.num_lcm_blocks,
         parent_bytes=setup.plan.lcm_block_bytes,
-        groups=capacity_report(setup.plan, setup.specs, max_num_seqs=limits.max_num_seqs),
+        groups=capacity_report(
+            setup.plan,
+            setup.specs,
+            max_num_seqs=limits.max_num_seqs,
+            per_request_blocks=_state_blocks_per_request(config, setup, limits),
+        ),
     )
+
+
+def _state_blocks_per_request(config: EngineConfig, setup: CacheSetup, limits: EngineLimits) -> dict[str, int]:
+    """Blocks of each state group that one request of the longest context holds."""
+    packing = {group.group_id: group.cache_blocks_per_lcm_block for group in setup.plan.groups}
+    model = capacity_model(setup.specs, packing, setup.plan.prefix_granularity, _scheduler_limits(config, limits))
+    pages = model.single_request_group_pages(limits.max_model_len)
+    return {spec.group_id: n for spec, n in zip(setup.specs, pages, strict=True) if spec.family == "state"}
 
 
 def _use_compilation_cache(config: EngineConfig) -> None:

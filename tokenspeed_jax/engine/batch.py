@@ -4,7 +4,7 @@ The host side (`BatchBuilder`) and the device side (`BatchLayout.unpack`) share 
 once. Padding rows have length 0, slot 0 and null tables; padding tokens are token 0 and belong to no row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.cache.router import CacheGroupRouter
+from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.engine.buckets import Bucket, BucketTable, SamplingMode
 from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.sampler import RowSampling
@@ -39,7 +40,9 @@ class StepBatch:
         tokens: input ids; `FROM_DEVICE` takes the last token sampled for the row's slot.
         query_starts: row r's tokens are [query_starts[r], query_starts[r + 1]).
         kv_lens: tokens of each row's sequence after this step; 0 for a padding row.
-        tables: block table of each cache group, 0 for holes and padding.
+        tables: block table of each history group, 0 for holes and padding.
+        states: blocks of each row's state, per state group.
+        body_lengths: tokens of each row before its checkpoint; all of them where it has none.
         sampling: sampling parameters of each row.
     """
 
@@ -47,6 +50,8 @@ class StepBatch:
     query_starts: Int[Array, " rows_plus_1"]
     kv_lens: Int[Array, " rows"]
     tables: dict[str, Int[Array, "rows columns"]]
+    states: dict[str, StateBlocks]
+    body_lengths: Int[Array, " rows"]
     sampling: RowSampling
 
 
@@ -55,11 +60,13 @@ class BatchLayout:
     """Where each field of a bucket's batch lies in its buffer.
 
     Attributes:
-        table_columns: (group id, columns of its block table), in contract order.
+        table_columns: (group id, columns of its block table) of the history groups, in contract order.
+        state_groups: ids of the state groups, in contract order.
     """
 
     bucket: Bucket
     table_columns: tuple[tuple[str, int], ...]
+    state_groups: tuple[str, ...]
 
     @cached_property
     def _slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -68,10 +75,12 @@ class BatchLayout:
             "tokens": (tokens,),
             "query_starts": (rows + 1,),
             "kv_lens": (rows,),
+            "body_lengths": (rows,),
             "ints": (len(_INT_COLUMNS), rows),
             "floats": (len(_FLOAT_COLUMNS), rows),
         }
         shapes |= {f"table.{group}": (rows, columns) for group, columns in self.table_columns}
+        shapes |= {f"states.{group}": (3, rows) for group in self.state_groups}
         slices, begin = {}, 0
         for name, shape in shapes.items():
             end = begin + int(np.prod(shape))
@@ -102,6 +111,8 @@ class BatchLayout:
             query_starts=field["query_starts"],
             kv_lens=field["kv_lens"],
             tables={group: field[f"table.{group}"] for group, _ in self.table_columns},
+            states={group: StateBlocks(*field[f"states.{group}"]) for group in self.state_groups},
+            body_lengths=field["body_lengths"],
             sampling=RowSampling(seed=lax.bitcast_convert_type(seed, jnp.uint32), **columns),
         )
 
@@ -134,7 +145,7 @@ class BatchBuilder:
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The buffer layout of one bucket."""
-        return BatchLayout(bucket, self._table_columns)
+        return BatchLayout(bucket, self._table_columns, self._router.state_group_ids)
 
     def build(self, batch: scheduling.Forward.Batch, samples: Sequence[SampleState]) -> BuiltBatch:
         """Fills a fresh buffer from the plan's batch; `samples[r]` is the sample of row r.
@@ -165,10 +176,25 @@ class BatchBuilder:
         completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
         slots = np.asarray(batch.request_pool_indices_array())
         self._fill_sampling(view, slots, samples, completes)
-        for group, table in self._router.host_tables(batch.block_tables_arrays(), bucket.rows).items():
-            view[f"table.{group}"][:] = table
+        self._fill_blocks(view, batch.block_tables_arrays(), lengths, num_prefills, bucket.rows)
         rows = tuple(map(ScheduledRow, samples, slots.tolist(), completes.tolist()))
         return BuiltBatch(layout, buffer, rows)
+
+    def _fill_blocks(
+        self,
+        view: dict[str, np.ndarray],
+        tables: Mapping[str, np.ndarray],
+        lengths: np.ndarray,
+        num_prefills: int,
+        padded_rows: int,
+    ) -> None:
+        for group, table in self._router.host_tables(tables, padded_rows).items():
+            view[f"table.{group}"][:] = table
+        after = view["kv_lens"][: len(lengths)]
+        blocks, bodies = self._router.host_state_blocks(tables, after - lengths, after, num_prefills, padded_rows)
+        for group, ids in blocks.items():
+            view[f"states.{group}"][:] = ids
+        view["body_lengths"][:] = bodies
 
     @staticmethod
     def _fill_sampling(

@@ -49,6 +49,12 @@ class EngineConfig:
             aliases=("block_size",),
         ),
     )
+    checkpoint_granularity: int | None = field(
+        default=None,
+        metadata=about(
+            "tokens that one state block of a recurrent layer spans; default: prefix_granularity, which it must divide"
+        ),
+    )
     kernel_page_size: int | None = field(
         default=None,
         metadata=about("tokens per attention-kernel page; default: the kernel's own; must divide prefix_granularity"),
@@ -79,6 +85,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "kv_cache_memory_bytes",
             "prefix_granularity",
+            "checkpoint_granularity",
             "kernel_page_size",
         ):
             value = getattr(self, name)

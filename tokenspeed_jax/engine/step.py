@@ -91,9 +91,11 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
             router=model.router,
             bindings=model.bindings,
             tables=batch.tables,
+            states=batch.states,
             rows=rows,
             positions=positions,
             query_starts=batch.query_starts if bucket.mode == "extend" else None,
+            body_lengths=batch.body_lengths,
             kv_lens=batch.kv_lens,
             implementation=model.attention_implementation,
         )

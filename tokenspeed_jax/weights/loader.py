@@ -55,7 +55,8 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
     variables = dict(nnx.to_flat_state(state))
     rules = family.weight_map(config)
     _check_rules(rules, variables)
-    _check_tensors(checkpoint, rules, variables, tied=config.tie_word_embeddings)
+    ignored = (*family.ignored_tensors(config), *((_HEAD,) if config.tie_word_embeddings else ()))
+    _check_tensors(checkpoint, rules, variables, ignored)
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables.values())
     filled = []
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
@@ -68,9 +69,13 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
 
 
 def _parameter(tensors: TensorSource, rule: WeightRule, dtype: jnp.dtype) -> jax.Array:
-    # On a CPU device the array would otherwise be a view of the mapped file, which may change or go away.
-    parts = [jax.device_put(tensors.read(name), may_alias=False).astype(dtype) for name in rule.tensors]
-    return rule.value(parts).block_until_ready()  # so that the parts are free before the next ones come
+    def part(name: str) -> jax.Array:
+        # On a CPU device the array would otherwise be a view of the mapped file, which may change or go away.
+        stored = jax.device_put(tensors.read(name), may_alias=False)
+        return stored.astype(dtype) if rule.tensor_dtype is None else stored
+
+    value = rule.value([part(name) for name in rule.tensors]).astype(dtype)
+    return value.block_until_ready()  # so that the parts are free before the next ones come
 
 
 def _check_rules(rules: Sequence[WeightRule], variables: Mapping[Any, Any]) -> None:
@@ -81,9 +86,14 @@ def _check_rules(rules: Sequence[WeightRule], variables: Mapping[Any, Any]) -> N
 
 
 def _check_tensors(
-    checkpoint: Checkpoint, rules: Sequence[WeightRule], variables: Mapping[Any, Any], *, tied: bool
+    checkpoint: Checkpoint, rules: Sequence[WeightRule], variables: Mapping[Any, Any], ignored: tuple[str, ...]
 ) -> None:
-    """Compares what the checkpoint has with what the model needs; raises once, naming all that differ."""
+    """Compares what the checkpoint has with what the model needs; raises once, naming all that differ.
+
+    Args:
+        ignored: beginnings of names that may be there without being needed: a copy of a tied head, or what a family
+            leaves out.
+    """
     tensors = checkpoint.tensors
     present = set(tensors.names())
     needed = {
@@ -91,8 +101,9 @@ def _check_tensors(
         for rule in rules
         for name, shape in zip(rule.tensors, rule.shapes(tuple(variables[rule.parameter].shape)), strict=True)
     }
+    packed = {name: rule.tensor_dtype for rule in rules for name in rule.tensors if rule.tensor_dtype is not None}
     missing = [name for name in needed if name not in present]
-    extra = sorted(name for name in present - needed.keys() if not _ignorable(name, tied))
+    extra = sorted(name for name in present - needed.keys() if not _ignorable(name, ignored))
     misshapen = [
         f"{name} {tuple(tensors.shape(name))} where {shape} is expected"
         for name, shape in needed.items()
@@ -101,7 +112,12 @@ def _check_tensors(
     inexact = [
         f"{name} ({tensors.dtype(name)})"
         for name in needed
-        if name in present and not jnp.issubdtype(tensors.dtype(name), np.floating)
+        if name in present and name not in packed and not jnp.issubdtype(tensors.dtype(name), np.floating)
+    ]
+    mistyped = [
+        f"{name} {tensors.dtype(name)} where {dtype} is expected"
+        for name, dtype in packed.items()
+        if name in present and tensors.dtype(name) != dtype
     ]
     problems = [
         f"{len(found)} {what}: {', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}"
@@ -110,6 +126,7 @@ def _check_tensors(
             ("unknown", extra),
             ("of the wrong shape", misshapen),
             ("not floating-point", inexact),
+            ("of the wrong dtype", mistyped),
         )
         if found
     ]
@@ -117,6 +134,6 @@ def _check_tensors(
         raise CheckpointError(f"{checkpoint.name}: tensors do not fit the configuration: {'; '.join(problems)}")
 
 
-def _ignorable(name: str, tied: bool) -> bool:
-    """Tensors that some exporters add: rotary frequencies, which are computed, and a copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
+    """Tensors that need no home: those, and rotary frequencies, which some exporters add and are computed here."""
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)

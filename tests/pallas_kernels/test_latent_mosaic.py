@@ -1,0 +1,71 @@
+"""The Mosaic kernel of latent decode in the CPU interpreter, which reports races; see test_mosaic_kernels.py."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tokenspeed_jax.pallas_kernels import latent_attention as op
+from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import choose_splits, latent_decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.latent_attention.reference import latent_decode_attention_reference
+from tokenspeed_jax.pallas_kernels.problems import LatentProblem
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+
+SHAPE = {"num_heads": 128, "latent_dim": 512, "rope_dim": 64, "tokens_per_page": 64}
+SHAPE |= {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def interpret(capsys):
+    """Interpreter parameters; a race that it saw fails the test (jax 0.11 reports it, later versions raise)."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def behind_other_pages(view, pages):
+    """The same view in a plane whose page 0 stands behind `pages` others, which hold NaN."""
+    other = jnp.full((pages, view.plane.shape[1]), 0xFF, jnp.uint8)
+    return dataclasses.replace(view, plane=jnp.concatenate([other, view.plane]), first_row=pages)
+
+
+@pytest.mark.parametrize(
+    ("heads", "splits", "kv_lens", "rope_dim"),
+    [(3, 1, (0, 65, 330), 64), (16, 2, (1, 190), 64), (128, 1, (70,), 64), (64, 3, (0, 200), 0)],
+)
+def test_decode_kernel_equals_the_reference_without_races(interpret, heads, splits, kv_lens, rope_dim):
+    problem = LatentProblem.random(
+        np.random.default_rng(0), query_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_heads=heads, latent_dim=128,
+        rope_dim=rope_dim, nope_dim=16, value_dim=16, columns=6, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    problem = dataclasses.replace(problem, rows=behind_other_pages(problem.rows, 1))
+    arguments = (*problem.decode_arguments(), 128, ScoreRule(0.3))
+    out = latent_decode_attention_mosaic(*arguments, splits=splits, interpret=interpret)
+    expected = latent_decode_attention_reference(*arguments)
+    out, expected = np.asarray(out, np.float32), np.asarray(expected, np.float32)
+    np.testing.assert_allclose(out, expected, atol=2e-2)
+    assert np.linalg.norm(out - expected) < 8e-3 * np.linalg.norm(expected)
+
+
+def test_splits_are_chosen_to_fill_the_gpu():
+    assert choose_splits(rows=64, head_tiles=2, columns=128) == 1
+    assert choose_splits(rows=64, head_tiles=1, columns=128) == 2
+    assert choose_splits(rows=1, head_tiles=1, columns=128) >= 32
+    assert choose_splits(rows=1, head_tiles=1, columns=1) == 1
+
+
+def test_the_reason_for_refusing_a_geometry_names_it(monkeypatch):
+    assert "not a Hopper GPU" in op.decode_mosaic_refusal(**SHAPE)
+    monkeypatch.setattr(op, "hopper_refusal", lambda: None)
+    for heads in (1, 16, 64, 128):
+        assert op.decode_mosaic_refusal(**{**SHAPE, "num_heads": heads}) is None
+    for change, word in (
+        ({"dtype": "float32", "cache_dtype": "float32"}, "float32"),
+        ({"cache_dtype": "float16"}, "float16"),
+        ({"latent_dim": 192}, "192 + 64"),
+        ({"rope_dim": 128}, "512 + 128"),
+        ({"tokens_per_page": 32}, "32 tokens"),
+        ({"num_heads": 96}, "96 heads"),
+    ):
+        assert word in op.decode_mosaic_refusal(**{**SHAPE, **change})
