@@ -20,14 +20,13 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 __all__ = ["Activation", "RoutingRule", "expert_mlp", "mosaic_refusal", "route"]
 
 
-def mosaic_refusal(*, hidden: int, inner: int, dtypes: set[str], biased: bool) -> str | None:
+def mosaic_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
     """Why the kernel for Hopper GPUs cannot serve these experts on the default device; None when it can.
 
     Args:
         dtypes: of the tokens and of both weights.
-        biased: whether the experts' products have biases.
     """
-    return hopper_refusal() or mosaic_shape_refusal(hidden=hidden, inner=inner, dtypes=dtypes, biased=biased)
+    return hopper_refusal() or mosaic_shape_refusal(hidden=hidden, inner=inner, dtypes=dtypes)
 
 
 def expert_mlp(
@@ -70,7 +69,6 @@ def expert_mlp(
         hidden=x.shape[1],
         inner=down.shape[2],
         dtypes={x.dtype.name, gate_up.dtype.name, down.dtype.name},
-        biased=gate_up_bias is not None or down_bias is not None,
     )
     implementation = choose_implementation(implementation, refusal)
     functions = {"reference": expert_mlp_reference, "xla": expert_mlp_xla, "mosaic": expert_mlp_mosaic}

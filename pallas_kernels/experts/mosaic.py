@@ -97,15 +97,13 @@ class ProductTiling:
         return min(self.rows, blocks.ROWS)
 
 
-def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str], biased: bool) -> str | None:
+def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
     """Why the kernel cannot serve these experts on any GPU; None when it can."""
     if len(dtypes) > 1:
         return f"tokens and weights have different dtypes: {', '.join(sorted(dtypes))}"
     dtype = jnp.dtype(next(iter(dtypes)))
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype.name} is neither bfloat16 nor float16, which the matrix units take"
-    if biased:
-        return "the experts have biases"
     for name, size in (("hidden", hidden), ("inner", inner)):
         if size % CHUNK:
             return f"{name} size {size} is no multiple of {CHUNK}"
@@ -138,8 +136,9 @@ def _expert_mlp(
     num_experts = weights.gate_up.shape[0]
     rows = tile_rows_for(expert_ids.size, num_experts, headroom=2)  # a second tile would read the weights again
     tiles = ExpertTiles.of(expert_ids, num_experts, rows)
-    inner = grouped_product(x[tiles.token_of_slot], weights.gate_up, tiles, rows, activation, interpret=interpret)
-    y = grouped_product(inner, weights.down, tiles, rows, None, interpret=interpret)
+    x_tiles, gate_up_bias = x[tiles.token_of_slot], weights.gate_up_bias
+    inner = grouped_product(x_tiles, weights.gate_up, gate_up_bias, tiles, rows, activation, interpret=interpret)
+    y = grouped_product(inner, weights.down, weights.down_bias, tiles, rows, None, interpret=interpret)
     return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
 
 
@@ -162,13 +161,14 @@ _expert_mlp.defvjp(_forward, _backward)
 def grouped_product(
     x: Float[Array, "slots channels"],
     weights: Float[Array, "experts out channels"],
+    bias: Float[Array, "experts out"] | None,
     tiles: ExpertTiles,
     rows: int,
     activation: GatedActivation | None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "slots columns"]:
-    """Each tile's rows times its expert's weights; rows of dead tiles stay undefined.
+    """Each tile's rows times its expert's weights, plus its bias; rows of dead tiles stay undefined.
 
     With an activation the first half of `out` are gates, the second ups, and `columns` is half of `out`.
     """
@@ -196,7 +196,8 @@ def grouped_product(
         interpret=interpret,
         kernel_name="experts_gate_up" if gated else "experts_down",
     )
-    return kernel(x, weights, tiles.expert_of_tile, tiles.num_live.reshape(1))
+    biases = () if bias is None else (bias,)
+    return kernel(x, weights, tiles.expert_of_tile, tiles.num_live.reshape(1), *biases)
 
 
 def _block(
@@ -204,12 +205,12 @@ def _block(
     w_ref: Ref,
     expert_ref: Ref,
     live_ref: Ref,
-    out_ref: Ref,
-    *,
+    *bias_and_out_ref: Ref,
     tiling: ProductTiling,
     activation: GatedActivation | None,
     **scratch: Ref,
 ) -> None:
+    *bias_refs, out_ref = bias_and_out_ref
     block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
     width = tiling.columns * (tiling.weight_blocks if activation is None else 1)
@@ -221,17 +222,33 @@ def _block(
         number = block + item * num_blocks
         return lax.div(number, column_blocks), lax.rem(number, column_blocks) * width
 
+    # Rows of the weights from an item's first weight block to its second.
+    second = w_ref.shape[1] // 2 if activation is not None else tiling.columns
+
+    def add_bias(products: tuple[jax.Array, ...], item: jax.Array) -> tuple[jax.Array, ...]:
+        if not bias_refs:
+            return products
+        tile, column = place(item)
+        bias_ref = bias_refs[0].at[expert_ref[tile]]
+
+        def of_block(i: int) -> jax.Array:
+            columns = bias_ref.at[pl.ds(column + i * second, tiling.columns)]
+            return blocks.gpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
+
+        return tuple(
+            product + lax.broadcast_in_dim(of_block(i), product.shape, [1]) for i, product in enumerate(products)
+        )
+
     @pl.when(warpgroup < tiling.warpgroups)
     def _compute() -> None:
         if tiling.warpgroups > 1:
             plgpu.set_max_registers(232, action="increase")
-        _multiply(x_ref, out_ref, items, place, warpgroup, tiling, activation, scratch)
+        _multiply(x_ref.shape[1] // CHUNK, out_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
 
     @pl.when(warpgroup == tiling.warpgroups)
     def _load() -> None:
         if tiling.warpgroups > 1:
             plgpu.set_max_registers(40, action="decrease")
-        second = w_ref.shape[1] // 2 if activation is not None else tiling.columns
         _load_chunks(x_ref, w_ref, expert_ref, items, place, second, tiling, scratch)
 
 
@@ -245,7 +262,6 @@ def _load_chunks(
     tiling: ProductTiling,
     scratch: dict[str, Ref],
 ) -> None:
-    """`second`: rows of the weights from an item's first weight block to its second."""
     chunks = x_ref.shape[1] // CHUNK
 
     @pl.loop(0, items)
@@ -276,16 +292,16 @@ def _load_chunks(
 
 
 def _multiply(
-    x_ref: Ref,
+    chunks: int,
     out_ref: Ref,
     items: jax.Array,
     place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    add_bias: Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]],
     warpgroup: jax.Array,
     tiling: ProductTiling,
     activation: GatedActivation | None,
     scratch: dict[str, Ref],
 ) -> None:
-    chunks = x_ref.shape[1] // CHUNK
     out_smem = scratch["out_smem"].at[warpgroup]
 
     @pl.loop(0, items)
@@ -312,6 +328,7 @@ def _multiply(
         accumulator = blocks.gpu.ACC((blocks.ROWS, tiling.columns), jnp.float32)
         products = pl.run_scoped(accumulate, *[accumulator] * tiling.weight_blocks)
         plgpu.barrier_arrive(scratch["free"].at[lax.rem(item * chunks + chunks - 1, tiling.stages)])
+        products = add_bias(products, item)
         results = products if activation is None else (activation(*products),)
         rows = pl.ds(tile * tiling.rows + warpgroup * blocks.ROWS, tiling.rows_each)
         for i, result in enumerate(results):

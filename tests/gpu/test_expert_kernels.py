@@ -34,11 +34,11 @@ def assert_close(actual, expected):
     assert np.linalg.norm(actual - expected) <= 6e-3 * np.linalg.norm(expected)
 
 
-def problem(geometry, tokens, load="even", seed=0, dtype=jnp.bfloat16):
+def problem(geometry, tokens, load="even", seed=0, dtype=jnp.bfloat16, bias=False):
     num_experts, top_k, hidden, inner = geometry
     return ExpertProblem.random(
         np.random.default_rng(seed), tokens=tokens, top_k=top_k, num_experts=num_experts, hidden=hidden, inner=inner,
-        load=load, dtype=dtype,
+        load=load, dtype=dtype, bias=bias,
     )  # fmt: skip
 
 
@@ -61,9 +61,11 @@ def test_long_steps_equal_the_portable_form():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_gpt_oss_activation_equals_the_reference(dtype):
-    case = problem(GEOMETRIES[3], 100, dtype=dtype)
-    assert_close(run(case, "mosaic", **OAI), run(case, "reference", **OAI))
+@pytest.mark.parametrize("tokens", [3, 100, 2000])
+def test_gpt_oss_experts_with_biases_equal_the_portable_form(tokens, dtype):
+    case = problem(GEOMETRIES[3], tokens, dtype=dtype, bias=True)
+    options = OAI | case.biases()
+    assert_close(run(case, "mosaic", **options), run(case, "xla", **options))
 
 
 def test_no_expert_without_tokens_is_read():

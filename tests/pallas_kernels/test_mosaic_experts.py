@@ -16,7 +16,7 @@ from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 
 SWIGLU = GatedActivation("swiglu")
 OAI = GatedActivation("swiglu_oai", alpha=1.702, limit=1.0)
-SHAPE = {"hidden": 2048, "inner": 768, "dtypes": {"bfloat16"}, "biased": False}
+SHAPE = {"hidden": 2048, "inner": 768, "dtypes": {"bfloat16"}}
 
 
 @pytest.fixture
@@ -26,12 +26,13 @@ def interpret(capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-def problem(tokens, top_k, num_experts, hidden=128, inner=64, load="even"):
+def problem(tokens, top_k, num_experts, hidden=128, inner=64, load="even", bias=False):
     case = ExpertProblem.random(
         np.random.default_rng(0), tokens=tokens, top_k=top_k, num_experts=num_experts, hidden=hidden, inner=inner,
-        load=load, dtype=jnp.bfloat16,
+        load=load, dtype=jnp.bfloat16, bias=bias,
     )  # fmt: skip
-    return case.x, ExpertWeights(case.gate_up, case.down), case.expert_ids, case.expert_weights
+    weights = ExpertWeights(case.gate_up, case.down, case.gate_up_bias, case.down_bias)
+    return case.x, weights, case.expert_ids, case.expert_weights
 
 
 def assert_close(actual, expected):
@@ -40,15 +41,15 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "num_experts", "load", "activation"),
+    ("tokens", "top_k", "num_experts", "load", "activation", "bias"),
     [
-        (5, 2, 4, "even", SWIGLU),  # tiles of 8 rows
-        (20, 1, 3, "one", OAI),  # tiles of 16 rows, two of one expert, none of the others
-        (70, 1, 1, "even", SWIGLU),  # tiles of 128 rows, two compute warpgroups
+        (5, 2, 4, "even", SWIGLU, False),  # tiles of 8 rows
+        (20, 1, 3, "one", OAI, True),  # tiles of 16 rows, two of one expert, none of the others
+        (70, 1, 1, "even", SWIGLU, False),  # tiles of 128 rows, two compute warpgroups
     ],
 )
-def test_kernel_equals_the_reference_without_races(interpret, tokens, top_k, num_experts, load, activation):
-    arguments = problem(tokens, top_k, num_experts, load=load)
+def test_kernel_equals_the_reference_without_races(interpret, tokens, top_k, num_experts, load, activation, bias):
+    arguments = problem(tokens, top_k, num_experts, load=load, bias=bias)
     out = expert_mlp_mosaic(*arguments, activation, interpret=interpret)
     assert_close(out, expert_mlp_reference(*arguments, activation))
 
@@ -74,7 +75,7 @@ def test_no_expert_without_tokens_is_read(interpret):
 
 
 def test_gradients_pass_through_the_kernel():
-    x, weights, expert_ids, expert_weights = problem(5, 2, 4)
+    x, weights, expert_ids, expert_weights = problem(5, 2, 4, bias=True)
 
     def loss(function, **options):
         def total(x, weights, expert_weights):
@@ -111,7 +112,6 @@ def test_tilings_divide_the_outputs_and_fill_the_gpu():
         ({"dtypes": {"bfloat16", "float16"}}, "bfloat16, float16"),
         ({"hidden": 2000}, "hidden size 2000"),
         ({"inner": 32}, "inner size 32"),
-        ({"biased": True}, "biases"),
     ],
 )
 def test_the_reason_for_refusing_a_geometry_names_it(monkeypatch, change, word):
