@@ -125,6 +125,15 @@ def add_block(
     return RowState(top, weight, values)
 
 
+def join_sinks(state: RowState, sinks: jax.Array) -> RowState:
+    """The state with one more logit in each row's denominator, which brings no value.
+
+    Args:
+        sinks: float32, a scalar or one per row; far above the row's scores it gives weight infinity and output 0.
+    """
+    return state._replace(weight=state.weight + jnp.exp2(sinks * LOG2_E - state.top))
+
+
 def outputs(state: RowState) -> tuple[jax.Array, ...]:
     """Attention outputs in chunks of columns; zeros for rows that took no block."""
     weight = jnp.where(state.weight > 0, state.weight, 1.0)
