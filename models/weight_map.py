@@ -21,6 +21,8 @@ class WeightRule:
         rows: length of each tensor's first axis; with one tensor it is the parameter's own and stays None.
         join: makes the parameter of the tensors, on the device; None concatenates.
         tensor_shapes: the tensors' shapes, with `join`.
+        tensor_dtype: of tensors that are no numbers until `join` has made them so, such as packed bytes; they reach it
+            as they are stored. None for floating-point tensors, which are cast to the parameter's dtype first.
     """
 
     parameter: tuple[str | int, ...]
@@ -28,10 +30,13 @@ class WeightRule:
     rows: tuple[int, ...] | None = None
     join: Callable[[Sequence[Array]], Array] | None = None
     tensor_shapes: tuple[tuple[int, ...], ...] | None = None
+    tensor_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if (self.join is None) != (self.tensor_shapes is None):
             raise ValueError(f"{self.parameter}: join and tensor_shapes go together")
+        if self.tensor_dtype is not None and self.join is None:
+            raise ValueError(f"{self.parameter}: tensors of {self.tensor_dtype} need a join")
         given = self.tensor_shapes if self.rows is None else self.rows
         if len(self.tensors) != (1 if given is None else len(given)):
             raise ValueError(f"{self.parameter}: {len(self.tensors)} tensors but rows or shapes {given}")
@@ -63,10 +68,20 @@ def reshaped(
     return WeightRule(parameter, (tensor,), join=lambda parts: parts[0].reshape(shape), tensor_shapes=(tensor_shape,))
 
 
-def reordered(parameter: tuple[str | int, ...], tensor: str, order: np.ndarray, columns: tuple[int, ...]) -> WeightRule:
-    """A parameter whose row i is row order[i] of one tensor of `columns` behind its first axis."""
-    shape = (len(order), *columns)
-    return WeightRule(parameter, (tensor,), join=lambda parts: parts[0][order], tensor_shapes=(shape,))
+def reordered(
+    parameter: tuple[str | int, ...],
+    tensors: tuple[str, ...],
+    rows: tuple[int, ...],
+    order: np.ndarray,
+    columns: tuple[int, ...],
+) -> WeightRule:
+    """A parameter whose row i is row order[i] of several tensors stacked, each of `columns` behind its rows."""
+    if sorted(order) != list(range(sum(rows))):
+        raise ValueError(f"{parameter}: order must name each of {sum(rows)} rows once")
+    shapes = tuple((count, *columns) for count in rows)
+    return WeightRule(
+        parameter, tensors, join=lambda parts: jnp.concatenate(parts, axis=0)[order], tensor_shapes=shapes
+    )
 
 
 def stacked(

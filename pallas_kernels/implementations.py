@@ -44,6 +44,12 @@ def check_vectors(page_table: jax.Array, vectors: Mapping[str, tuple[jax.Array, 
             raise ValueError(f"{name} must be {length} integers, got {vector.dtype}{list(vector.shape)}")
 
 
+def check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
+    """Raises ValueError unless there is one logit per query head, or none at all."""
+    if sinks is not None and (sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(f"sinks must be {num_heads} floats, one per head, got {sinks.dtype}{list(sinks.shape)}")
+
+
 def choose_implementation(asked: Implementation | None, refusal: str | None) -> Implementation:
     """The implementation that was asked for, else the fastest; ValueError when Mosaic was asked for and refuses."""
     if asked is None:

@@ -59,9 +59,17 @@ class OnlineSoftmax(NamedTuple):
             self.values * keep[..., None] + jnp.einsum("rhqk,rkhd->rhqd", p, v, precision=precision),
         )
 
-    def result(self) -> Float32[Array, "rows heads queries dim"]:
-        """The attention output; zeros for queries that saw no key."""
-        weight = self.weight[..., None]
+    def result(self, sinks: Float32[Array, "heads queries"] | None = None) -> Float32[Array, "rows heads queries dim"]:
+        """The attention output; zeros for queries that saw no key.
+
+        Args:
+            sinks: a logit of each query that joins the denominator and brings no value.
+        """
+        weight = self.weight
+        if sinks is not None:
+            # A sink far above every score overflows to infinity, and the output is the 0 that it should be.
+            weight = weight + jnp.exp(sinks - jnp.where(jnp.isneginf(self.top), 0.0, self.top))
+        weight = weight[..., None]
         return jnp.where(weight > 0, self.values / jnp.where(weight > 0, weight, 1.0), 0.0)
 
 

@@ -1,9 +1,13 @@
-"""`ScoreRule`: what turns a product q.k into a masked score, shared by every attention kernel and its reference."""
+"""`ScoreRule`: what turns a product q.k into a masked score, shared by every attention kernel and its reference.
+
+`softmax_with_sinks` is what the references then do with the scores.
+"""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +49,14 @@ class ScoreRule:
         if self.sliding_window is None:
             return jnp.zeros_like(query_positions)
         return jnp.maximum(query_positions - (self.sliding_window - 1), 0)
+
+
+def softmax_with_sinks(
+    scores: Float32[Array, "rows kv_heads group keys"], sinks: Float[Array, " heads"] | None
+) -> Float32[Array, "rows kv_heads group keys"]:
+    """Softmax over the keys; a query head's sink is one more logit in the denominator and has no weight of its own."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    column = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1)
+    column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]

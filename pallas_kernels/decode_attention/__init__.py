@@ -10,6 +10,7 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     check_pages,
+    check_sinks,
     check_vectors,
     choose_implementation,
     hopper_refusal,
@@ -46,6 +47,7 @@ def decode_attention(
     kv_lens: Int[Array, " batch"],
     *,
     scale: float,
+    sinks: Float[Array, " heads"] | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     implementation: Implementation | None = None,
@@ -60,6 +62,7 @@ def decode_attention(
         page_table: kernel page ids, column c for tokens `[c * tokens_per_page, (c + 1) * tokens_per_page)`. 0 is the
             null page, allowed only where the row sees nothing: below its window or beyond its length.
         kv_lens: tokens of each row, this step's included; 0 marks a padding row, whose output is zeros.
+        sinks: a logit per query head that joins the softmax's denominator and brings no value, any float dtype.
         scale, sliding_window, soft_cap: see `ScoreRule`.
         implementation: None takes the fastest that serves the call.
 
@@ -72,6 +75,7 @@ def decode_attention(
     rule = ScoreRule(scale, sliding_window, soft_cap)
     check_implementation(implementation)
     check_pages(q, k, v)
+    check_sinks(sinks, q.shape[1])
     rows = q.shape[0]
     check_vectors(page_table, {"kv_lens": (kv_lens, rows)})
     if page_table.shape[0] != rows:
@@ -93,4 +97,4 @@ def decode_attention(
         "mosaic": decode_attention_mosaic,
     }
     with jax.named_scope("decode_attention"):
-        return functions[implementation](q, k, v, page_table, kv_lens, rule)
+        return functions[implementation](q, k, v, page_table, kv_lens, rule, sinks)

@@ -15,6 +15,8 @@
                                      out [64, 64] <-- registers          at the end: O / sum, 64 columns at a time
     out[split, row, head] <- TMA --- (group's rows)
 
+A sink joins a head's denominator exactly once: with one split at the end of its block, with several in the merge.
+
 The query heads of one KV head are the rows of the matrix product; up to 64 of them cost the same, and the product
 stays well below the time that its page takes to arrive. Each split owns a contiguous run of the row's visible pages,
 computed from `kv_lens`, so a short row in a wide table costs its own pages only. With several splits the partial
@@ -25,6 +27,7 @@ A page's rows beyond the length or below the window get weight 0, not skipped: t
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,6 +84,7 @@ def decode_attention_mosaic(
     page_table: Int[Array, "batch columns"],
     kv_lens: Int[Array, " batch"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None = None,
     *,
     tiling: DecodeTiling | None = None,
     interpret: Any = None,
@@ -114,9 +118,15 @@ def decode_attention_mosaic(
     if partial:
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
+    kernel_sinks = [] if sinks is None or partial else [sinks]
     kernel = plgpu.kernel(
         functools.partial(
-            _block, rule=rule, tiling=tiling, first_rows=(k.first_row, v.first_row), interpreted=interpret is not None
+            _block,
+            rule=rule,
+            tiling=tiling,
+            first_rows=(k.first_row, v.first_row),
+            sink_heads=groups if kernel_sinks else 0,
+            interpreted=interpret is not None,
         ),
         out_type=out_type,
         scratch_types=scratch,
@@ -128,17 +138,28 @@ def decode_attention_mosaic(
         interpret=interpret,
         kernel_name="decode_attention",
     )
-    results = kernel(grouped, k.typed(), v.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
-    out = _merge(*results).astype(q.dtype) if partial else results[0][0]
-    return out[:, :, :groups].reshape(q.shape)
+    indices = page_table.astype(jnp.int32), kv_lens.astype(jnp.int32)
+    results = kernel(grouped, k.typed(), v.typed(), *indices, *kernel_sinks)
+    out = results[0][..., :groups, :]
+    if not partial:
+        return out.reshape(q.shape)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, groups)
+    return _merge(out, results[1][..., :groups], sinks).reshape(q.shape).astype(q.dtype)
 
 
 def _merge(
-    out: Float32[Array, "splits batch heads group dim"], log_weight: Float32[Array, "splits batch heads group"]
+    out: Float32[Array, "splits batch heads group dim"],
+    log_weight: Float32[Array, "splits batch heads group"],
+    sinks: Float32[Array, "heads group"] | None,
 ) -> Float32[Array, "batch heads group dim"]:
     """Joins the splits' outputs; one that took no page has weight exactly 0 unless none took any."""
-    weight = jnp.exp2(log_weight - log_weight.max(axis=0))
-    return (out * weight[..., None]).sum(axis=0) / weight.sum(axis=0)[..., None]
+    top = log_weight.max(axis=0)
+    weight = jnp.exp2(log_weight - top)
+    total = weight.sum(axis=0)
+    if sinks is not None:
+        total += jnp.exp2(sinks * blocks.LOG2_E - top)
+    return (out * weight[..., None]).sum(axis=0) / total[..., None]
 
 
 def _block(
@@ -147,11 +168,11 @@ def _block(
     v_ref: Ref,
     table_ref: Ref,
     lens_ref: Ref,
-    out_ref: Ref,
-    *log_ref_and_none: Ref,
+    *sinks_and_results: Ref,
     rule: ScoreRule,
     tiling: DecodeTiling,
     first_rows: tuple[int, int],
+    sink_heads: int,
     interpreted: bool,
     **scratch: Ref,
 ) -> None:
@@ -165,10 +186,12 @@ def _block(
     steps = jnp.maximum(jnp.minimum(share, first_page + pages - begin), 0)
     place = (split, row, head)
 
+    sinks_ref, *results = sinks_and_results if sink_heads else (None, *sinks_and_results)
+
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute() -> None:
-        log_ref = log_ref_and_none[0] if log_ref_and_none else None
-        _attend(out_ref, log_ref, place, begin, steps, low, length, rule, tiling, interpreted, scratch)
+        sinks = None if sinks_ref is None else _group_sinks(sinks_ref, head, sink_heads)
+        _attend(results, sinks, place, begin, steps, low, length, rule, tiling, interpreted, scratch)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _load() -> None:
@@ -212,9 +235,16 @@ def _load_pages(
         plgpu.barrier_wait(scratch["v_free"].at[slot])
 
 
+def _group_sinks(sinks_ref: Ref, head: jax.Array, group: int) -> jax.Array:
+    """The sinks of one KV head's query heads, in the rows of those heads; any value in the rows of none."""
+    row = plgpu.broadcasted_iota(jnp.int32, (blocks.ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    loaded = [sinks_ref[head * group + i].astype(jnp.float32) for i in range(group)]
+    return functools.reduce(lambda sinks, i: jnp.where(row == i, loaded[i], sinks), range(1, group), loaded[0])
+
+
 def _attend(
-    out_ref: Ref,
-    log_ref: Ref | None,
+    results: Sequence[Ref],
+    sinks: jax.Array | None,
     place: tuple[jax.Array, jax.Array, jax.Array],
     begin: jax.Array,
     steps: jax.Array,
@@ -225,8 +255,8 @@ def _attend(
     interpreted: bool,
     scratch: dict[str, Ref],
 ) -> None:
-    dim = out_ref.shape[-1]
-    group = out_ref.shape[-2]
+    out_ref, *log_refs = results
+    group, dim = out_ref.shape[-2:]
     plgpu.barrier_wait(scratch["q_ready"])
 
     def step_through(step: jax.Array, state: blocks.RowState) -> blocks.RowState:
@@ -248,6 +278,8 @@ def _attend(
         return state
 
     state = lax.fori_loop(0, steps, step_through, blocks.empty_state(dim))
+    if sinks is not None:
+        state = blocks.join_sinks(state, sinks)
     out_smem = scratch["out_smem"]
     for i, chunk in enumerate(blocks.outputs(state)):
         out_smem[...] = chunk.astype(out_smem.dtype)
@@ -255,7 +287,7 @@ def _attend(
         columns = pl.ds(i * blocks.CHUNK, blocks.CHUNK)
         plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, group)], out_ref.at[(*place, slice(None), columns)])
         plgpu.wait_smem_to_gmem(0)
-    if log_ref is not None:
+    for log_ref in log_refs:
         scratch["log_smem"][...] = blocks.log_weights(state)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch["log_smem"].at[pl.ds(0, group)], log_ref.at[place])

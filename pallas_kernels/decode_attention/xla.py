@@ -29,14 +29,16 @@ def decode_attention_xla(
     page_table: Int[Array, "batch columns"],
     kv_lens: Int[Array, " batch"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch heads dim"]:
     """See `decode_attention`; time grows with the visible keys, memory does not."""
     if jax.default_backend() == "gpu":
-        return _attend_rows(q, k, v, page_table, kv_lens, rule)
+        return _attend_rows(q, k, v, page_table, kv_lens, rule, sinks)
 
     def add_row(row: Array, out: Array) -> Array:
         one_q, one_table, one_len = (lax.dynamic_slice_in_dim(x, row, 1) for x in (q, page_table, kv_lens))
-        return lax.dynamic_update_slice_in_dim(out, _attend_rows(one_q, k, v, one_table, one_len, rule), row, 0)
+        attended = _attend_rows(one_q, k, v, one_table, one_len, rule, sinks)
+        return lax.dynamic_update_slice_in_dim(out, attended, row, 0)
 
     return lax.fori_loop(0, q.shape[0], add_row, jnp.zeros_like(q))
 
@@ -48,6 +50,7 @@ def _attend_rows(
     page_table: Int[Array, "rows columns"],
     kv_lens: Int[Array, " rows"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "rows heads dim"]:
     """Attention of rows that walk one loop, from the first block that any of them sees to the longest's end."""
     rows, heads, dim = q.shape
@@ -71,4 +74,6 @@ def _attend_rows(
     first = jnp.min(jnp.where(kv_lens > 0, rule.first_visible(positions) // block, end))
     state = OnlineSoftmax.empty(rows, kv_heads, heads // kv_heads, dim)
     state = lax.fori_loop(first, end, add_block, state)
-    return state.result().reshape(q.shape).astype(q.dtype)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads)
+    return state.result(sinks).reshape(q.shape).astype(q.dtype)

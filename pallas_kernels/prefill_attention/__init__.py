@@ -7,6 +7,7 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     check_pages,
+    check_sinks,
     check_vectors,
     choose_implementation,
     hopper_refusal,
@@ -45,6 +46,7 @@ def prefill_attention(
     kv_lens: Int[Array, " rows"],
     *,
     scale: float,
+    sinks: Float[Array, " heads"] | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     implementation: Implementation | None = None,
@@ -63,6 +65,7 @@ def prefill_attention(
         query_starts: ascending token offsets, one more than rows; padding rows are empty, and tokens from
             `query_starts[-1]` on are padding, whose output is zeros.
         kv_lens: tokens of each row, this step's included.
+        sinks: a logit per query head that joins the softmax's denominator and brings no value, any float dtype.
         scale, sliding_window, soft_cap: see `ScoreRule`.
         implementation: None takes the fastest that serves the call.
 
@@ -75,6 +78,7 @@ def prefill_attention(
     rule = ScoreRule(scale, sliding_window, soft_cap)
     check_implementation(implementation)
     check_pages(q, k, v)
+    check_sinks(sinks, q.shape[1])
     rows = page_table.shape[0]
     check_vectors(page_table, {"kv_lens": (kv_lens, rows), "query_starts": (query_starts, rows + 1)})
     implementation = choose_implementation(
@@ -94,4 +98,4 @@ def prefill_attention(
         "mosaic": prefill_attention_mosaic,
     }
     with jax.named_scope("prefill_attention"):
-        return functions[implementation](q, k, v, page_table, query_starts, kv_lens, rule)
+        return functions[implementation](q, k, v, page_table, query_starts, kv_lens, rule, sinks)

@@ -93,6 +93,7 @@ def prefill_attention_mosaic(
     query_starts: Int[Array, " rows_and_end"],
     kv_lens: Int[Array, " rows"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None = None,
     *,
     tiling: PrefillTiling | None = None,
     interpret: Any = None,
@@ -102,7 +103,7 @@ def prefill_attention_mosaic(
     if num_tokens < blocks.ROWS:
         padded = jnp.pad(q, ((0, blocks.ROWS - num_tokens), (0, 0), (0, 0)))
         out = prefill_attention_mosaic(
-            padded, k, v, page_table, query_starts, kv_lens, rule, tiling=tiling, interpret=interpret
+            padded, k, v, page_table, query_starts, kv_lens, rule, sinks, tiling=tiling, interpret=interpret
         )
         return out[:num_tokens]
     tiling = PrefillTiling.choose(dim) if tiling is None else tiling
@@ -142,7 +143,7 @@ def prefill_attention_mosaic(
         kernel_name="prefill_attention",
     )
     columns = [column.astype(jnp.int32) for column in tiles[:4]]
-    return kernel(q, k.typed(), v.typed(), page_table.astype(jnp.int32), *columns)
+    return kernel(q, k.typed(), v.typed(), page_table.astype(jnp.int32), *columns, *([] if sinks is None else [sinks]))
 
 
 def _block(
@@ -154,8 +155,7 @@ def _block(
     start_ref: Ref,
     length_ref: Ref,
     position_ref: Ref,
-    out_ref: Ref,
-    *,
+    *sinks_and_out: Ref,
     rule: ScoreRule,
     tiling: PrefillTiling,
     groups: int,
@@ -176,6 +176,8 @@ def _block(
     row = jnp.minimum(row_ref[index], table_ref.shape[0] - 1)
     tile = Tile(row, start_ref[index], length, position, lax.div(head, groups), head, first_block, steps)
 
+    *sinks_ref, out_ref = sinks_and_out
+
     @pl.when(length > 0)
     def _work() -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -183,7 +185,8 @@ def _block(
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            _attend(q_ref, out_ref, tile, warpgroup, rule, tiling, interpreted, scratch)
+            sink = sinks_ref[0][head].astype(jnp.float32) if sinks_ref else None
+            _attend(q_ref, out_ref, sink, tile, warpgroup, rule, tiling, interpreted, scratch)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _load() -> None:
@@ -235,6 +238,7 @@ def _load_pages(
 def _attend(
     q_ref: Ref,
     out_ref: Ref,
+    sink: jax.Array | None,
     tile: Tile,
     half: jax.Array,
     rule: ScoreRule,
@@ -260,6 +264,8 @@ def _attend(
             out_ref.shape[-1], tile, half, tile.position + own_start, skipped, rule, tiling, interpreted, scratch
         )
         pl.when(half == 0)(take_turn)
+        if sink is not None:
+            state = blocks.join_sinks(state, sink)
         _store(out_ref, blocks.outputs(state), tile, half, skipped, own_length, scratch)
 
     @pl.when(own_length == 0)

@@ -1,12 +1,11 @@
 """Prefill attention as its definition reads: every token gathers its whole row, one float32 softmax per head."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from tokenspeed_jax.pallas_kernels.pages import PageView
-from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule, softmax_with_sinks
 
 
 def token_rows(
@@ -28,6 +27,7 @@ def prefill_attention_reference(
     query_starts: Int[Array, " rows_and_end"],
     kv_lens: Int[Array, " rows"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "tokens heads dim"]:
     """See `prefill_attention`; costs memory for tokens x table width."""
     num_tokens, heads, dim = q.shape
@@ -39,7 +39,7 @@ def prefill_attention_reference(
     grouped = q.astype(jnp.float32).reshape(num_tokens, kv_heads, heads // kv_heads, dim)
     products = jnp.einsum("thgd,tkhd->thgk", grouped, keys, precision=lax.Precision.HIGHEST)
     scores = jnp.where(visible[:, None, None], rule.score(products), -jnp.inf)
-    weights = jnp.where(visible[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
+    weights = jnp.where(visible[:, None, None], softmax_with_sinks(scores, sinks), 0.0)
     values = jnp.where(visible[:, :, None, None], values, 0.0)
     out = jnp.einsum("thgk,tkhd->thgd", weights, values, precision=lax.Precision.HIGHEST)
     return out.reshape(q.shape).astype(q.dtype)

@@ -32,6 +32,7 @@ def prefill_attention_xla(
     query_starts: Int[Array, " rows_and_end"],
     kv_lens: Int[Array, " rows"],
     rule: ScoreRule,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "tokens heads dim"]:
     """See `prefill_attention`; time grows with the keys that the tiles see, memory with the tiles done at once."""
     num_tokens = q.shape[0]
@@ -42,7 +43,7 @@ def prefill_attention_xla(
     def add_tiles(first: Array, out: Array, together: int) -> Array:
         """Writes the outputs of `together` tiles; a partial tile writes only its own tokens."""
         row, start, length, position = (lax.dynamic_slice_in_dim(column, first, together) for column in tiles[:4])
-        result = _tile_outputs(padded_q, k, v, page_table[row], start, length, position, rule, q.dtype)
+        result = _tile_outputs(padded_q, k, v, page_table[row], start, length, position, rule, q.dtype, sinks)
         target = jnp.where(token < length[:, None], start[:, None] + token, num_tokens)
         return out.at[target].set(result.astype(q.dtype), mode="drop")
 
@@ -63,6 +64,7 @@ def _tile_outputs(
     position: Int[Array, " tiles"],
     rule: ScoreRule,
     dtype: jnp.dtype,
+    sinks: Float[Array, " heads"] | None,
 ) -> Float32[Array, "tiles tile heads dim"]:
     """Attention of some tiles; rows of a tile beyond its length hold what nobody reads."""
     num_tiles = start.shape[0]
@@ -94,5 +96,7 @@ def _tile_outputs(
     first = jnp.min(jnp.where(live, rule.first_visible(position), end * block)) // block
     state = OnlineSoftmax.empty(num_tiles, kv_heads, groups * TILE_TOKENS, dim)
     state = lax.fori_loop(jnp.minimum(first, end), end, add_block, state)
-    out = state.result().reshape(num_tiles, kv_heads, groups, TILE_TOKENS, dim)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, groups), TILE_TOKENS, axis=1)
+    out = state.result(sinks).reshape(num_tiles, kv_heads, groups, TILE_TOKENS, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, TILE_TOKENS, heads, dim)

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.cache.write_locations import (
-    decode_window,
-    expand_block_table,
-    extend_span,
-    position_slots,
-    token_row_slots,
-)
+from tokenspeed_jax.cache.write_locations import decode_window, extend_span, token_row_slots
+from tokenspeed_jax.pallas_kernels.table_expansion import expand_block_table, position_slots
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
 
 T4_TABLE = jnp.array([[5, 0, 7], [9, -1, -1], [3, 3, 3]], jnp.int32)

@@ -23,9 +23,11 @@ RULES = {
     "window": {"sliding_window": 130},
     "soft_cap": {"soft_cap": 20.0},
     "window_and_soft_cap": {"sliding_window": 400, "soft_cap": 50.0},
+    "sinks": {"with_sinks": True},
+    "window_and_sinks": {"sliding_window": 128, "with_sinks": True},
 }
-# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, multi-query, and a group that fills the matrix rows.
-GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
+# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, gpt-oss, multi-query, and a group that fills the matrix rows.
+GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (64, 8, 64), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +58,25 @@ def problem_for(geometry, rows, rule, seed=0, **options):
     )
 
 
+def options_of(problem, rule):
+    """Keywords of the kernels for a rule of the table."""
+    sinks = head_sinks(problem.q.shape[1]) if rule.get("with_sinks") else None
+    return {name: value for name, value in rule.items() if name != "with_sinks"} | {"sinks": sinks}
+
+
+def head_sinks(heads):
+    """From none at all to a sink that outweighs most rows."""
+    return jnp.linspace(-4.0, 6.0, heads, dtype=jnp.bfloat16).at[0].set(-jnp.inf)
+
+
 def decode(problem, implementation, rule):
-    function = functools.partial(decode_attention, scale=0.1, implementation=implementation, **rule)
-    return jax.jit(function)(*problem.decode_arguments())
+    function = functools.partial(decode_attention, scale=0.1, implementation=implementation)
+    return jax.jit(functools.partial(function, **options_of(problem, rule)))(*problem.decode_arguments())
 
 
 def prefill(problem, implementation, rule):
-    function = functools.partial(prefill_attention, scale=0.1, implementation=implementation, **rule)
-    return jax.jit(function)(*problem.prefill_arguments())
+    function = functools.partial(prefill_attention, scale=0.1, implementation=implementation)
+    return jax.jit(functools.partial(function, **options_of(problem, rule)))(*problem.prefill_arguments())
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -79,8 +92,25 @@ def test_decode_equals_the_reference(geometry, rule):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_decode_is_right_for_any_number_of_splits(splits, dtype):
     problem = problem_for((32, 8, 128), [(1, length) for length in DECODE_LENS], {}, columns=70, dtype=dtype)
-    out = decode_attention_mosaic(*problem.decode_arguments(), ScoreRule(0.1), tiling=DecodeTiling(splits, 2))
-    assert_close(out, decode(problem, "reference", {}))
+    for rule in ({}, {"with_sinks": True}):
+        sinks = options_of(problem, rule)["sinks"]
+        out = decode_attention_mosaic(
+            *problem.decode_arguments(), ScoreRule(0.1), sinks, tiling=DecodeTiling(splits, 2)
+        )
+        assert_close(out, decode(problem, "reference", rule))
+
+
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all():
+    problem = problem_for((64, 8, 64), [(1, length) for length in DECODE_LENS], {}, columns=70)
+    chunks = problem_for((64, 8, 64), PREFILL_ROWS, {}, columns=11, num_tokens=520)
+    for op, arguments in (
+        (decode_attention, problem.decode_arguments()),
+        (prefill_attention, chunks.prefill_arguments()),
+    ):
+        run = jax.jit(functools.partial(op, *arguments, scale=0.1, implementation="mosaic"))
+        assert_close(run(sinks=jnp.full(64, -jnp.inf)), run())
+        for huge in (1e4, 1e30):
+            np.testing.assert_array_equal(np.asarray(run(sinks=jnp.full(64, huge)), np.float32), 0.0)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

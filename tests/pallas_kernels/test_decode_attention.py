@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def decode(*arguments, **options):
     return decode_attention(*arguments, **options)
 
 
-def dense_decode(problem, row, scale, sliding_window, soft_cap):
+def dense_decode(problem, row, scale, sliding_window, soft_cap, sinks):
     """One row by hand in float64, from the pages one token at a time."""
     length = int(problem.kv_lens[row])
     tokens = problem.k.tokens_per_page
@@ -36,29 +37,46 @@ def dense_decode(problem, row, scale, sliding_window, soft_cap):
         scores = np.array([q[head] @ pages["k"][page, at, head // group] for page, at in places]) * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
-        weights = np.exp(scores - scores.max())
+        sink = -np.inf if sinks is None else float(sinks[head])
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
         out[head] = sum(w * pages["v"][p, at, head // group] for w, (p, at) in zip(weights, places, strict=True))
-        out[head] /= weights.sum()
+        out[head] /= weights.sum() + np.exp(sink - top)
     return out
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (20, None), (None, 5.0), (1, 2.0)])
-def test_each_row_attends_as_written_out_by_hand(implementation, sliding_window, soft_cap):
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap", "sinks"),
+    [
+        (None, None, None),
+        (20, None, None),
+        (None, 5.0, None),
+        (1, 2.0, None),
+        (None, None, jnp.linspace(-2.0, 3.0, 6)),
+        (20, 5.0, jnp.linspace(4.0, -4.0, 6, dtype=jnp.bfloat16)),
+    ],
+)
+def test_each_row_attends_as_written_out_by_hand(implementation, sliding_window, soft_cap, sinks):
     problem = decode_problem(kv_lens=(37, 1, 16), sliding_window=sliding_window)
-    options = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks}
     out = decode(*problem.decode_arguments(), implementation=implementation, **options)
     for row in range(3):
         np.testing.assert_allclose(out[row], dense_decode(problem, row, **options), atol=2e-6)
 
 
 @pytest.mark.parametrize(
-    ("groups", "sliding_window", "soft_cap", "dtype"),
-    [(1, None, None, jnp.float32), (3, 7, 3.0, jnp.float32), (3, 150, None, jnp.bfloat16)],
+    ("groups", "sliding_window", "soft_cap", "with_sinks", "dtype"),
+    [
+        (1, None, None, False, jnp.float32),
+        (3, 7, 3.0, False, jnp.float32),
+        (3, 150, None, False, jnp.bfloat16),
+        (3, 70, None, True, jnp.float32),
+    ],
 )
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), kv_lens=st.lists(st.integers(0, 400), min_size=4, max_size=4))
-def test_xla_equals_the_reference_on_any_lengths(groups, sliding_window, soft_cap, dtype, seed, kv_lens):
+def test_xla_equals_the_reference_on_any_lengths(groups, sliding_window, soft_cap, with_sinks, dtype, seed, kv_lens):
     problem = decode_problem(
         seed,
         tuple(kv_lens),
@@ -68,7 +86,8 @@ def test_xla_equals_the_reference_on_any_lengths(groups, sliding_window, soft_ca
         sliding_window=sliding_window,
         dtype=dtype,
     )
-    options = {"scale": 0.25, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    sinks = jnp.linspace(-2.0, 3.0, 2 * groups) if with_sinks else None
+    options = {"scale": 0.25, "sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks}
     expected = decode(*problem.decode_arguments(), implementation="reference", **options)
     actual = decode(*problem.decode_arguments(), implementation="xla", **options)
     assert actual.dtype == expected.dtype == dtype
@@ -93,18 +112,33 @@ def test_a_row_is_bit_identical_alone_in_a_batch_and_in_a_wider_table():
 
 def test_padding_rows_are_zeros_and_only_visible_rows_of_pages_are_read():
     problem = decode_problem(kv_lens=(0, 40, 129), sliding_window=30, unseen=float("nan"))
-    for implementation in ("reference", "xla"):
-        out = decode(*problem.decode_arguments(), scale=1.0, sliding_window=30, implementation=implementation)
+    for implementation, sinks in itertools.product(("reference", "xla"), (None, jnp.linspace(-2.0, 3.0, 6))):
+        options = {"scale": 1.0, "sliding_window": 30, "sinks": sinks, "implementation": implementation}
+        out = decode(*problem.decode_arguments(), **options)
         assert np.isfinite(np.asarray(out)).all()
         np.testing.assert_array_equal(out[0], 0.0)
         assert (np.abs(np.asarray(out[1:])).max(axis=(1, 2)) > 0).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(implementation):
+    problem = decode_problem(kv_lens=(130, 1, 0, 64, 65), sliding_window=70)
+    run = functools.partial(
+        decode, *problem.decode_arguments(), scale=0.3, sliding_window=70, implementation=implementation
+    )
+    np.testing.assert_allclose(run(sinks=jnp.full(6, -jnp.inf)), run(), atol=2e-6)
+    for huge in (200.0, 1e30):
+        np.testing.assert_allclose(run(sinks=jnp.full(6, huge)), 0.0, atol=1e-30)
+    one = np.asarray(run(sinks=jnp.full(6, -jnp.inf).at[4].set(1e30)))
+    np.testing.assert_array_equal(one[:, 4], 0.0)
+    np.testing.assert_allclose(np.delete(one, 4, axis=1), np.delete(np.asarray(run()), 4, axis=1), atol=2e-6)
+
+
 def test_a_batch_of_padding_rows_alone_is_zeros():
     problem = decode_problem(kv_lens=(0, 0), columns=4)
-    for window in (None, 8):
+    for options in ({}, {"sliding_window": 8}, {"sinks": jnp.ones(6)}):
         np.testing.assert_array_equal(
-            decode(*problem.decode_arguments(), scale=1.0, sliding_window=window, implementation="xla"), 0.0
+            decode(*problem.decode_arguments(), scale=1.0, implementation="xla", **options), 0.0
         )
 
 
@@ -135,5 +169,9 @@ def test_what_does_not_fit_is_refused_by_name():
         decode_attention(q, k, v, table, lens, scale=1.0, sliding_window=0)
     with pytest.raises(ValueError, match="soft_cap must be positive"):
         decode_attention(q, k, v, table, lens, scale=1.0, soft_cap=-1.0)
+    with pytest.raises(ValueError, match=r"sinks must be 6 floats.*\[5\]"):
+        decode_attention(q, k, v, table, lens, scale=1.0, sinks=jnp.zeros(5))
+    with pytest.raises(ValueError, match=r"sinks must be 6 floats.*int32"):
+        decode_attention(q, k, v, table, lens, scale=1.0, sinks=jnp.zeros(6, jnp.int32))
     with pytest.raises(ValueError, match="implementation must be"):
         decode_attention(q, k, v, table, lens, scale=1.0, implementation="triton")

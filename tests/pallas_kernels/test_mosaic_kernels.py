@@ -18,6 +18,7 @@ from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 64}
 SHAPE |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+SINKS = jnp.asarray([-jnp.inf, 5.0, 7.0], jnp.bfloat16)  # of the heads of a problem
 
 
 @pytest.fixture
@@ -39,42 +40,46 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("splits", "kv_lens", "rule"),
+    ("splits", "kv_lens", "rule", "sinks"),
     [
-        (1, (0, 65, 200), ScoreRule(0.2)),
-        (2, (1, 190), ScoreRule(0.2, soft_cap=3.0)),
-        (2, (0, 200), ScoreRule(0.2, sliding_window=70)),
+        (1, (0, 65, 200), ScoreRule(0.2), None),
+        (2, (1, 190), ScoreRule(0.2, soft_cap=3.0), None),
+        (2, (0, 200), ScoreRule(0.2, sliding_window=70), None),
+        (1, (0, 65), ScoreRule(0.2), SINKS),
+        (2, (0, 190), ScoreRule(0.2, sliding_window=130), SINKS),
     ],
 )
-def test_decode_kernel_equals_the_reference_without_races(interpret, splits, kv_lens, rule):
+def test_decode_kernel_equals_the_reference_without_races(interpret, splits, kv_lens, rule, sinks):
     problem = PagedProblem.random(
         np.random.default_rng(0), query_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_heads=3, num_kv_heads=1,
         head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 1), v=behind_other_pages(problem.v, 2))
     arguments = problem.decode_arguments()
-    out = decode_attention_mosaic(*arguments, rule, tiling=DecodeTiling(splits, 2), interpret=interpret)
-    assert_close(out, decode_attention_reference(*arguments, rule))
+    out = decode_attention_mosaic(*arguments, rule, sinks, tiling=DecodeTiling(splits, 2), interpret=interpret)
+    assert_close(out, decode_attention_reference(*arguments, rule, sinks))
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "kv_lens", "num_tokens", "rule"),
+    ("query_lens", "kv_lens", "num_tokens", "rule", "sinks"),
     [
-        ((5, 0, 66), (200, 0, 66), 75, ScoreRule(0.2)),
-        ((70,), (190,), 70, ScoreRule(0.2, sliding_window=40, soft_cap=3.0)),
-        ((9,), (9,), 12, ScoreRule(0.2)),
-        ((3,), (3,), 180, ScoreRule(0.2)),  # more padding than a block has keys: it stands far before position 0
+        ((5, 0, 66), (200, 0, 66), 75, ScoreRule(0.2), None),
+        ((70,), (190,), 70, ScoreRule(0.2, sliding_window=40, soft_cap=3.0), None),
+        ((9,), (9,), 12, ScoreRule(0.2), None),
+        # More padding than a block has keys: it stands far before position 0.
+        ((3,), (3,), 180, ScoreRule(0.2), None),
+        ((70,), (190,), 75, ScoreRule(0.2, sliding_window=40), SINKS[2:]),
     ],
 )
-def test_prefill_kernel_equals_the_reference_without_races(interpret, query_lens, kv_lens, num_tokens, rule):
+def test_prefill_kernel_equals_the_reference_without_races(interpret, query_lens, kv_lens, num_tokens, rule, sinks):
     problem = PagedProblem.random(
         np.random.default_rng(0), query_lens=query_lens, kv_lens=kv_lens, num_tokens=num_tokens, num_heads=1,
         num_kv_heads=1, head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 2), v=behind_other_pages(problem.v, 1))
     arguments = problem.prefill_arguments()
-    out = prefill_attention_mosaic(*arguments, rule, tiling=PrefillTiling(1, 2), interpret=interpret)
-    assert_close(out, prefill_attention_reference(*arguments, rule))
+    out = prefill_attention_mosaic(*arguments, rule, sinks, tiling=PrefillTiling(1, 2), interpret=interpret)
+    assert_close(out, prefill_attention_reference(*arguments, rule, sinks))
 
 
 def test_splits_are_chosen_to_fill_the_gpu():

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,13 @@ cut = jax.jit(QueryTiles.cut, static_argnames=("num_tokens", "tile"))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (20, 4.0)])
-def test_each_token_of_a_chunk_equals_a_decode_step_at_its_position(implementation, sliding_window, soft_cap):
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap", "sinks"),
+    [(None, None, None), (20, 4.0, None), (20, None, jnp.linspace(-2.0, 3.0, 6, dtype=jnp.bfloat16))],
+)
+def test_each_token_of_a_chunk_equals_a_decode_step_at_its_position(implementation, sliding_window, soft_cap, sinks):
     problem = prefill_problem(query_lens=(20, 0, 3), kv_lens=(20, 0, 50), num_tokens=25, sliding_window=sliding_window)
-    options = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks}
     out = prefill(*problem.prefill_arguments(), implementation=implementation, **options)
     rows = jnp.array([0] * 20 + [2] * 3)
     lens = jnp.array([*range(1, 21), 48, 49, 50])
@@ -48,12 +52,17 @@ def rows_of_chunks(draw):
 
 
 @pytest.mark.parametrize(
-    ("groups", "sliding_window", "soft_cap", "dtype"),
-    [(1, None, None, jnp.float32), (3, 7, 3.0, jnp.float32), (3, 150, None, jnp.bfloat16)],
+    ("groups", "sliding_window", "soft_cap", "with_sinks", "dtype"),
+    [
+        (1, None, None, False, jnp.float32),
+        (3, 7, 3.0, False, jnp.float32),
+        (3, 150, None, False, jnp.bfloat16),
+        (3, 70, None, True, jnp.float32),
+    ],
 )
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=rows_of_chunks())
-def test_xla_equals_the_reference_on_any_rows(groups, sliding_window, soft_cap, dtype, seed, rows):
+def test_xla_equals_the_reference_on_any_rows(groups, sliding_window, soft_cap, with_sinks, dtype, seed, rows):
     problem = prefill_problem(
         seed,
         *rows,
@@ -64,7 +73,8 @@ def test_xla_equals_the_reference_on_any_rows(groups, sliding_window, soft_cap, 
         sliding_window=sliding_window,
         dtype=dtype,
     )
-    options = {"scale": 0.25, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    sinks = jnp.linspace(-2.0, 3.0, 2 * groups) if with_sinks else None
+    options = {"scale": 0.25, "sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks}
     expected = prefill(*problem.prefill_arguments(), implementation="reference", **options)
     actual = prefill(*problem.prefill_arguments(), implementation="xla", **options)
     assert actual.dtype == expected.dtype == dtype
@@ -91,20 +101,33 @@ def test_padding_is_zeros_and_only_visible_rows_of_pages_are_read():
     problem = prefill_problem(
         query_lens=(5, 33, 0), kv_lens=(140, 33, 0), num_tokens=60, sliding_window=30, unseen=float("nan")
     )
-    for implementation in ("reference", "xla"):
-        out = np.asarray(
-            prefill(*problem.prefill_arguments(), scale=1.0, sliding_window=30, implementation=implementation)
-        )
+    for implementation, sinks in itertools.product(("reference", "xla"), (None, jnp.linspace(-2.0, 3.0, 6))):
+        options = {"scale": 1.0, "sliding_window": 30, "sinks": sinks, "implementation": implementation}
+        out = np.asarray(prefill(*problem.prefill_arguments(), **options))
         assert np.isfinite(out).all()
         np.testing.assert_array_equal(out[38:], 0.0)
         assert (np.abs(out[:38]).max(axis=(1, 2)) > 0).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all(implementation):
+    problem = prefill_problem(sliding_window=50)
+    run = functools.partial(
+        prefill, *problem.prefill_arguments(), scale=0.3, sliding_window=50, implementation=implementation
+    )
+    np.testing.assert_allclose(run(sinks=jnp.full(6, -jnp.inf)), run(), atol=2e-6)
+    for huge in (200.0, 1e30):
+        np.testing.assert_allclose(run(sinks=jnp.full(6, huge)), 0.0, atol=1e-30)
+    one = np.asarray(run(sinks=jnp.full(6, -jnp.inf).at[1].set(1e30)))
+    np.testing.assert_array_equal(one[:, 1], 0.0)
+    np.testing.assert_allclose(np.delete(one, 1, axis=1), np.delete(np.asarray(run()), 1, axis=1), atol=2e-6)
+
+
 def test_a_step_of_padding_alone_is_zeros():
     problem = prefill_problem(query_lens=(0, 0), kv_lens=(0, 0), num_tokens=8, columns=4)
-    for window in (None, 8):
+    for options in ({}, {"sliding_window": 8}, {"sinks": jnp.ones(6)}):
         np.testing.assert_array_equal(
-            prefill(*problem.prefill_arguments(), scale=1.0, sliding_window=window, implementation="xla"), 0.0
+            prefill(*problem.prefill_arguments(), scale=1.0, implementation="xla", **options), 0.0
         )
 
 
@@ -134,5 +157,7 @@ def test_what_does_not_fit_is_refused_by_name():
         prefill_attention(q, k, v, table, starts, lens[1:], scale=1.0)
     with pytest.raises(ValueError, match=r"head dim 8.*16"):
         prefill_attention(q[:, :, :8], k, v, table, starts, lens, scale=1.0)
+    with pytest.raises(ValueError, match=r"sinks must be 6 floats.*\[1\]"):
+        prefill_attention(q, k, v, table, starts, lens, scale=1.0, sinks=jnp.zeros(1))
     with pytest.raises(ValueError, match="implementation must be"):
         prefill_attention(q, k, v, table, starts, lens, scale=1.0, implementation="cudnn")

@@ -79,8 +79,6 @@ class PagedStep:
         sinks: Float[Array, " heads"] | None,
     ) -> Float[Array, "tokens heads dim"]:
         """Stores `k` and `v` at their slots and attends `q`; see `models.attention.attend`."""
-        if sinks is not None:
-            raise NotImplementedError("sinks")
         binding = self._bindings[layer.layer_id]
         slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
         keys = self._store(binding.field("k"), binding, slots, k)
@@ -94,6 +92,7 @@ class PagedStep:
                 page_table,
                 self._kv_lens,
                 scale=layer.scale,
+                sinks=sinks,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 implementation=self._implementation,
@@ -106,6 +105,7 @@ class PagedStep:
             self._query_starts,
             self._kv_lens,
             scale=layer.scale,
+            sinks=sinks,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             implementation=self._implementation,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Int32
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
 from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up, state_groups
-from tokenspeed_jax.cache.write_locations import expand_block_table, position_slots
+from tokenspeed_jax.pallas_kernels.table_expansion import expand_block_table, position_slots
 from tokenspeed_jax.recipes.spec import require_positive_int
 
 

@@ -69,9 +69,13 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
 
 
 def _parameter(tensors: TensorSource, rule: WeightRule, dtype: jnp.dtype) -> jax.Array:
-    # On a CPU device the array would otherwise be a view of the mapped file, which may change or go away.
-    parts = [jax.device_put(tensors.read(name), may_alias=False).astype(dtype) for name in rule.tensors]
-    return rule.value(parts).block_until_ready()  # so that the parts are free before the next ones come
+    def part(name: str) -> jax.Array:
+        # On a CPU device the array would otherwise be a view of the mapped file, which may change or go away.
+        stored = jax.device_put(tensors.read(name), may_alias=False)
+        return stored.astype(dtype) if rule.tensor_dtype is None else stored
+
+    value = rule.value([part(name) for name in rule.tensors]).astype(dtype)
+    return value.block_until_ready()  # so that the parts are free before the next ones come
 
 
 def _check_rules(rules: Sequence[WeightRule], variables: Mapping[Any, Any]) -> None:
@@ -97,6 +101,7 @@ def _check_tensors(
         for rule in rules
         for name, shape in zip(rule.tensors, rule.shapes(tuple(variables[rule.parameter].shape)), strict=True)
     }
+    packed = {name: rule.tensor_dtype for rule in rules for name in rule.tensors if rule.tensor_dtype is not None}
     missing = [name for name in needed if name not in present]
     extra = sorted(name for name in present - needed.keys() if not _ignorable(name, ignored))
     misshapen = [
@@ -107,7 +112,12 @@ def _check_tensors(
     inexact = [
         f"{name} ({tensors.dtype(name)})"
         for name in needed
-        if name in present and not jnp.issubdtype(tensors.dtype(name), np.floating)
+        if name in present and name not in packed and not jnp.issubdtype(tensors.dtype(name), np.floating)
+    ]
+    mistyped = [
+        f"{name} {tensors.dtype(name)} where {dtype} is expected"
+        for name, dtype in packed.items()
+        if name in present and tensors.dtype(name) != dtype
     ]
     problems = [
         f"{len(found)} {what}: {', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}"
@@ -116,6 +126,7 @@ def _check_tensors(
             ("unknown", extra),
             ("of the wrong shape", misshapen),
             ("not floating-point", inexact),
+            ("of the wrong dtype", mistyped),
         )
         if found
     ]
