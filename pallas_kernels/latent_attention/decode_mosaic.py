@@ -129,21 +129,7 @@ def latent_decode_attention_mosaic(
     tiled = tiled.reshape(batch, head_tiles, tile_heads, row_dim)
     shape = (splits, batch, head_tiles, tile_heads)
     out_type: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct((*shape, latent_dim), q.dtype)]
-    chunks, near = row_dim // blocks.CHUNK, latent_dim // COMPUTE_WARPGROUPS // blocks.CHUNK
-    pair = COMPUTE_WARPGROUPS
-    scratch: dict[str, Any] = {
-        # In chunks of 64 columns: TMA copies what is contiguous, and shared memory is swizzled.
-        "q_smem": blocks.swizzled(chunks, blocks.ROWS, blocks.CHUNK, dtype=q.dtype),
-        "rows_smem": blocks.swizzled(pair, chunks, PAGE, blocks.CHUNK, dtype=q.dtype),
-        "tops_smem": plgpu.SMEM((pair, blocks.ROWS), jnp.float32),
-        "q_ready": plgpu.Barrier(num_arrivals=chunks),
-        "near_ready": plgpu.Barrier(num_arrivals=near, num_barriers=pair),
-        "far_ready": plgpu.Barrier(num_arrivals=chunks - near, num_barriers=pair),
-        "near_free": plgpu.Barrier(num_barriers=pair),
-        "far_free": plgpu.Barrier(num_barriers=pair),
-        "tops_met": plgpu.Barrier(num_arrivals=pair),
-        "weights_met": plgpu.Barrier(num_arrivals=pair),
-    }
+    scratch = _scratch(row_dim, latent_dim, q.dtype)
     if splits > 1:
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
@@ -163,6 +149,24 @@ def latent_decode_attention_mosaic(
     results = kernel(tiled, rows.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
     out = _merge(*results).astype(q.dtype) if splits > 1 else results[0][0]
     return out.reshape(batch, -1, latent_dim)[:, :heads]
+
+
+def _scratch(row_dim: int, latent_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
+    chunks, near = row_dim // blocks.CHUNK, latent_dim // COMPUTE_WARPGROUPS // blocks.CHUNK
+    pair = COMPUTE_WARPGROUPS
+    return {
+        # In chunks of 64 columns: TMA copies what is contiguous, and shared memory is swizzled.
+        "q_smem": blocks.swizzled(chunks, blocks.ROWS, blocks.CHUNK, dtype=dtype),
+        "rows_smem": blocks.swizzled(pair, chunks, PAGE, blocks.CHUNK, dtype=dtype),
+        "tops_smem": plgpu.SMEM((pair, blocks.ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_arrivals=chunks),
+        "near_ready": plgpu.Barrier(num_arrivals=near, num_barriers=pair),
+        "far_ready": plgpu.Barrier(num_arrivals=chunks - near, num_barriers=pair),
+        "near_free": plgpu.Barrier(num_barriers=pair),
+        "far_free": plgpu.Barrier(num_barriers=pair),
+        "tops_met": plgpu.Barrier(num_arrivals=pair),
+        "weights_met": plgpu.Barrier(num_arrivals=pair),
+    }
 
 
 def _merge(
