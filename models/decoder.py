@@ -83,6 +83,7 @@ def decoder_fields(
     *,
     kv_heads: int | Required | None = REQUIRED,
     head_dim: int | None = None,
+    intermediate_size: int | Required = REQUIRED,
     rms_norm_eps: float = 1e-6,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def decoder_fields(
     Args:
         kv_heads: num_key_value_heads when it is absent; None for one per query head.
         head_dim: head_dim when it is absent; None for hidden_size / num_attention_heads.
-        rms_norm_eps, tie_word_embeddings: the Hugging Face class's defaults.
+        intermediate_size, rms_norm_eps, tie_word_embeddings: the Hugging Face class's defaults.
     """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if head_dim is None and config.fields.get("head_dim") is None and hidden_size % num_heads:
@@ -102,7 +103,7 @@ def decoder_fields(
     return {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": config.integer("intermediate_size", intermediate_size),
         "num_layers": config.integer("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": config.integer("num_key_value_heads", num_heads if kv_heads is None else kv_heads),

@@ -198,9 +198,14 @@ def _down(parts: Sequence[Array]) -> Float[Array, "experts hidden inner"]:
 @jax.jit
 def _packed_gate_up(parts: Sequence[Array]) -> Float[Array, "experts 2*inner hidden"]:
     """Expert by expert, so that nothing between bytes and values is there for more than one."""
-    return lax.map(lambda expert: mxfp4.dequantize(*(_gate_first(x, axis=0) for x in expert), jnp.bfloat16), parts)
+
+    def expert(packed: tuple[Array, Array]) -> Float[Array, "2*inner hidden"]:
+        blocks, scales = (_gate_first(x, axis=0) for x in packed)
+        return mxfp4.dequantize(blocks, scales, jnp.bfloat16)
+
+    return lax.map(expert, (parts[0], parts[1]))
 
 
 @jax.jit
 def _packed_down(parts: Sequence[Array]) -> Float[Array, "experts hidden inner"]:
-    return lax.map(lambda expert: mxfp4.dequantize(*expert, jnp.bfloat16), parts)
+    return lax.map(lambda packed: mxfp4.dequantize(packed[0], packed[1], jnp.bfloat16), (parts[0], parts[1]))

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_ATTENTION: Final = "sliding_attention"
+LINEAR_ATTENTION: Final = "linear_attention"
 
 
 class UnsupportedConfig(ValueError):
@@ -77,16 +78,19 @@ class HfConfig:
                 f"config.json: {field} = {value!r} is not supported (served: {', '.join(map(repr, served))})"
             )
 
-    def layer_types(self, num_layers: int, default: tuple[str, ...]) -> tuple[str, ...]:
-        """One of `full_attention` and `sliding_attention` for each layer."""
+    def layer_types(
+        self,
+        num_layers: int,
+        default: tuple[str, ...],
+        served: tuple[str, ...] = (FULL_ATTENTION, SLIDING_ATTENTION),
+    ) -> tuple[str, ...]:
+        """One of `served` for each layer."""
         types = tuple(self._value("layer_types", default))
         if len(types) != num_layers:
             raise UnsupportedConfig(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
         for kind in types:
-            if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
-                raise UnsupportedConfig(
-                    f"config.json: layer_types has {kind!r} (served: {FULL_ATTENTION}, {SLIDING_ATTENTION})"
-                )
+            if kind not in served:
+                raise UnsupportedConfig(f"config.json: layer_types has {kind!r} (served: {', '.join(served)})")
         return types
 
 

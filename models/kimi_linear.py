@@ -10,7 +10,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -29,7 +28,7 @@ from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.latent_attention import LatentAttention, latent_dimensions, latent_rules
 from tokenspeed_jax.models.linear import Linear, normal_weight
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.norms import RMSNorm, unit_vectors
 from tokenspeed_jax.models.weight_map import (
     WeightRule,
     fused_rules,
@@ -39,8 +38,6 @@ from tokenspeed_jax.models.weight_map import (
     vocabulary_rules,
 )
 from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs
-
-_UNIT_EPSILON = 1e-6  # under the root that makes queries and keys unit vectors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +185,8 @@ class KimiDeltaAttention(nnx.Module):
         qkv = silu(convolve(qkv, self.convolution[...], self.spec, step))
         q, k, v = (part.reshape(tokens, self.heads, self.dim) for part in jnp.split(qkv, 3, axis=-1))
         inputs = DeltaRuleInputs(
-            _unit(q) * self.dim**-0.5,
-            _unit(k),
+            unit_vectors(q) * self.dim**-0.5,
+            unit_vectors(k),
             v,
             self.log_decay(self.decay_up(decay)),
             jax.nn.sigmoid(beta.astype(jnp.float32)),
@@ -211,11 +208,6 @@ def delta_rows(config: KimiLinearConfig) -> tuple[int, ...]:
     """Rows of the first projection: queries, keys, values, beta, and what decay and output gate are expanded from."""
     width = config.delta_heads * config.delta_dim
     return width, width, width, config.delta_heads, config.delta_dim, config.delta_dim
-
-
-def _unit(x: Float[Array, "tokens heads dim"]) -> Float32[Array, "tokens heads dim"]:
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _UNIT_EPSILON)
 
 
 class KimiLinearLayer(nnx.Module):
@@ -268,7 +260,7 @@ class KimiLinear(CausalDecoder):
     def weight_map(config: KimiLinearConfig) -> tuple[WeightRule, ...]:
         """Where each parameter's values stand in a Hugging Face checkpoint."""
         rules = list(vocabulary_rules(config))
-        for spec in config.attention_layers():
+        for spec in config.layers:
             here, there = ("layers", spec.layer_id), f"model.layers.{spec.layer_id}"
             rules.append(same((*here, "mixer_norm", "weight"), f"{there}.input_layernorm.weight"))
             if isinstance(spec, RecurrentSpec):

@@ -51,7 +51,10 @@ class Lfm2Config(DecoderConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """Reads a `config.json`; raises `UnsupportedConfig` naming the field that is not served."""
         config = HfConfig(hf)
-        fields = decoder_fields(config, kv_heads=8, tie_word_embeddings=True)
+        # The first releases spell three fields their own way.
+        tied, theta = config.flag("tie_embedding", True), config.number("theta", 1_000_000.0)
+        size = config.integer("block_ff_dim", 12288)
+        fields = decoder_fields(config, kv_heads=8, intermediate_size=size, tie_word_embeddings=tied)
         fields["rms_norm_eps"] = config.number("norm_eps", 1e-5)
         fields["intermediate_size"] = _feed_forward_size(config, fields["intermediate_size"])
         layers = fields["num_layers"]
@@ -67,7 +70,7 @@ class Lfm2Config(DecoderConfig):
             **fields,
             attention_bias=False,
             windows=(None,) * layers,
-            ropes=(Rope.from_hf(config, fields["head_dim"], default_theta=1_000_000.0),) * layers,
+            ropes=(Rope.from_hf(config, fields["head_dim"], default_theta=theta),) * layers,
             kinds=tuple(kinds),
             convolution_width=config.integer("conv_L_cache", 3),
             convolution_bias=config.flag("conv_bias", False),

@@ -64,17 +64,21 @@ class Mamba2Config(StateSpaceConfig):
         groups = config.integer("n_groups", 8)
         if heads % groups:
             raise UnsupportedConfig(f"config.json: num_heads {heads} is not a multiple of n_groups {groups}")
-        lowest, highest = (_step_limit(value) for value in hf.get("time_step_limit") or (0.0, float("inf")))
-        return cls(**fields, inner_size=inner, num_heads=heads, num_groups=groups, step_limits=(lowest, highest))
+        limits = _step_limits(hf.get("time_step_limit"))
+        return cls(**fields, inner_size=inner, num_heads=heads, num_groups=groups, step_limits=limits)
 
 
-def _step_limit(value: Any) -> float:
-    """A number, or the way in which JSON writers that refuse infinity spell it."""
-    value = value.get("__float__") if isinstance(value, Mapping) else value
+def _step_limits(limits: Any) -> tuple[float, float]:
+    """Two numbers; infinity may be spelled as JSON writers do that refuse it."""
+    if limits is None:
+        return 0.0, float("inf")
     try:
-        return float(value)
+        lowest, highest = (float(x.get("__float__") if isinstance(x, Mapping) else x) for x in limits)
     except (TypeError, ValueError):
-        raise UnsupportedConfig(f"config.json: time_step_limit holds {value!r}, which is no number") from None
+        lowest, highest = 1.0, 0.0
+    if not 0 <= lowest <= highest:
+        raise UnsupportedConfig(f"config.json: time_step_limit must be two numbers from 0 that rise, got {limits!r}")
+    return lowest, highest
 
 
 class Mamba2Mixer(nnx.Module):

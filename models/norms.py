@@ -4,13 +4,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 def normalized(x: Float[Array, "... dim"], epsilon: float) -> Float[Array, "... dim"]:
     """x / rms(x) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+def unit_vectors(x: Float[Array, "... dim"]) -> Float32[Array, "... dim"]:
+    """x / |x| over the last axis, in float32; what is near 0 stays there (an epsilon of 1e-6 under the root)."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
 class RMSNorm(nnx.Module):

@@ -18,11 +18,15 @@ from tokenspeed_jax.models.kimi_linear import KimiLinear, KimiLinearConfig
 from tokenspeed_jax.models.lfm2 import Lfm2, Lfm2Config
 from tokenspeed_jax.models.llama import Llama, LlamaConfig
 from tokenspeed_jax.models.mamba2 import Mamba2, Mamba2Config
+from tokenspeed_jax.models.minimax import MiniMax, MiniMaxConfig
 from tokenspeed_jax.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from tokenspeed_jax.models.mistral import Mistral, MistralConfig
 from tokenspeed_jax.models.olmo3 import Olmo3, Olmo3Config
 from tokenspeed_jax.models.qwen3 import Qwen3, Qwen3Config
+from tokenspeed_jax.models.qwen3_5 import Qwen3_5, Qwen3_5Config
+from tokenspeed_jax.models.qwen3_5_moe import Qwen3_5MoE, Qwen3_5MoEConfig
 from tokenspeed_jax.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
+from tokenspeed_jax.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from tokenspeed_jax.models.weight_map import WeightRule
 
 
@@ -102,11 +106,17 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "Lfm2ForCausalLM": ModelFamily(Lfm2Config, Lfm2),
     "LlamaForCausalLM": ModelFamily(LlamaConfig, Llama),
     "Mamba2ForCausalLM": ModelFamily(Mamba2Config, Mamba2),
+    "MiniMaxForCausalLM": ModelFamily(MiniMaxConfig, MiniMax),
     "MiniMaxM2ForCausalLM": ModelFamily(MiniMaxM2Config, MiniMaxM2),
     "MistralForCausalLM": ModelFamily(MistralConfig, Mistral),
     "Olmo3ForCausalLM": ModelFamily(Olmo3Config, Olmo3),
+    "Qwen3_5ForCausalLM": ModelFamily(Qwen3_5Config, Qwen3_5),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(Qwen3_5Config, Qwen3_5),
+    "Qwen3_5MoeForCausalLM": ModelFamily(Qwen3_5MoEConfig, Qwen3_5MoE),
+    "Qwen3_5MoeForConditionalGeneration": ModelFamily(Qwen3_5MoEConfig, Qwen3_5MoE),
     "Qwen3ForCausalLM": ModelFamily(Qwen3Config, Qwen3),
     "Qwen3MoeForCausalLM": ModelFamily(Qwen3MoEConfig, Qwen3MoE),
+    "Qwen3NextForCausalLM": ModelFamily(Qwen3NextConfig, Qwen3Next),
 }
 
 

@@ -68,10 +68,20 @@ def reshaped(
     return WeightRule(parameter, (tensor,), join=lambda parts: parts[0].reshape(shape), tensor_shapes=(tensor_shape,))
 
 
-def reordered(parameter: tuple[str | int, ...], tensor: str, order: np.ndarray, columns: tuple[int, ...]) -> WeightRule:
-    """A parameter whose row i is row order[i] of one tensor of `columns` behind its first axis."""
-    shape = (len(order), *columns)
-    return WeightRule(parameter, (tensor,), join=lambda parts: parts[0][order], tensor_shapes=(shape,))
+def reordered(
+    parameter: tuple[str | int, ...],
+    tensors: tuple[str, ...],
+    rows: tuple[int, ...],
+    order: np.ndarray,
+    columns: tuple[int, ...],
+) -> WeightRule:
+    """A parameter whose row i is row order[i] of several tensors stacked, each of `columns` behind its rows."""
+    if sorted(order) != list(range(sum(rows))):
+        raise ValueError(f"{parameter}: order must name each of {sum(rows)} rows once")
+    shapes = tuple((count, *columns) for count in rows)
+    return WeightRule(
+        parameter, tensors, join=lambda parts: jnp.concatenate(parts, axis=0)[order], tensor_shapes=shapes
+    )
 
 
 def stacked(

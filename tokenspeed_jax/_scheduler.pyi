@@ -80,6 +80,9 @@ class SchedulerConfig:
         num_host_pages: host parents, the reserved id 0 included.
         cache_groups: read as a copy; assign a whole list to change it.
         prefix_replay_tokens: trailing prompt tokens that are recomputed even after a hit.
+        reuse_partial_pages: whether a prompt also takes over what a finished request has left of the prefix page in
+            which the two part. It copies that (`ExecutionPlan.pages_to_copy`) and is computed from inside the page on.
+            Refused with roles P and D, with `disable_prefix_cache`, and with State or replayable groups.
         dense_block_tables: whether plans carry their rows' block tables. Without, only the resident tables are there to
             be read, and a plan costs what changed rather than what its rows hold.
         max_kv_events: stored events that may wait for a drain; later ones are dropped and counted.
@@ -108,6 +111,7 @@ class SchedulerConfig:
     enable_mixed_prefill_decode: bool
     disable_prefix_cache: bool
     prefix_replay_tokens: int
+    reuse_partial_pages: bool
     max_overtaken_rounds: int
     max_kv_events: int
     dense_block_tables: bool

@@ -48,6 +48,7 @@ def build_config(engine: Engine) -> ts.SchedulerConfig:
     config.decode_input_tokens = engine.decode_width
     config.overlap_schedule_depth = engine.overlap
     config.disable_prefix_cache = not engine.prefix_cache
+    config.reuse_partial_pages = engine.prefix_cache and all(group.kind != STATE for group in engine.groups)
     config.enable_mixed_prefill_decode = engine.mixed
     config.enable_kv_cache_events = engine.cache_events
     config.dense_block_tables = False
@@ -182,6 +183,7 @@ class OursAdapter:
             slots=slots,  # type: ignore[arg-type]
             input_ids=arrays["input_ids"],
             zero=plan.pages_to_zero_arrays(),
+            copy=plan.pages_to_copy_arrays(),
             moves=[move for operation in plan.cache for move in self._moves(operation)],
         )
         view.tables = self._tables(arrays)  # type: ignore[assignment]

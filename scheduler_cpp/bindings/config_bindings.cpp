@@ -94,6 +94,7 @@ void BindSchedulerConfig(py::module_& module) {
       .def_readwrite("enable_mixed_prefill_decode", &SchedulerConfig::enable_mixed_prefill_decode)
       .def_readwrite("disable_prefix_cache", &SchedulerConfig::disable_prefix_cache)
       .def_readwrite("prefix_replay_tokens", &SchedulerConfig::prefix_replay_tokens)
+      .def_readwrite("reuse_partial_pages", &SchedulerConfig::reuse_partial_pages)
       .def_readwrite("max_overtaken_rounds", &SchedulerConfig::max_overtaken_rounds)
       .def_readwrite("dense_block_tables", &SchedulerConfig::dense_block_tables)
       .def_readwrite("max_kv_events", &SchedulerConfig::max_kv_events)

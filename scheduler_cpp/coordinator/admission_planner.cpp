@@ -138,9 +138,10 @@ class CandidateStream {
       : hit_locations_(groups.size()) {
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const PrefixCacheIndex& index = groups[g].index();
-      for (CacheBlockLocation hit : index.MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g])) {
-        if (hit_locations_[g].insert(hit).second) hits_.push_back({groups[g].group_id(), hit});
-      }
+      Keep(g, index.MatchedLocations(pool, request.hit_keys[g], request.hit_masks[g]));
+      if (request.copied_keys.empty()) continue;
+      const std::vector<CacheKey>& copied = request.copied_keys[g];
+      Keep(g, index.MatchedLocations(pool, copied, PrefixMask(copied.size(), 1)));
     }
     for (const auto& [g, location] : own_expired) {
       if (!hit_locations_[g].contains(location)) {
@@ -152,7 +153,7 @@ class CandidateStream {
     for (const CacheGroup& group : groups) cursors_.push_back(group.index().StartEviction(pool));
   }
 
-  // Blocks that this admission hits; never candidates.
+  // Blocks that this admission hits or copies; never candidates.
   std::span<const AdmissionVictim> hits() const { return hits_; }
 
   std::optional<AdmissionVictim> Next() {
@@ -182,6 +183,12 @@ class CandidateStream {
     EvictionRank rank;
     int32_t group = 0;
   };
+
+  void Keep(std::size_t g, std::span<const CacheBlockLocation> locations) {
+    for (CacheBlockLocation location : locations) {
+      if (hit_locations_[g].insert(location).second) hits_.push_back({static_cast<int32_t>(g), location});
+    }
+  }
 
   static bool IsLessValuable(const Ranked& a, const Ranked& b) {
     return std::tie(a.rank.epoch, a.rank.tier, a.rank.position, a.group, a.rank.location) <

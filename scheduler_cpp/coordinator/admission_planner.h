@@ -4,7 +4,7 @@
 // - Pool, indexes and tables are never changed; everything is computed on shadow counters.
 // - When the demand fits without eviction there are no victims and no index is touched.
 // - A plan is a function of pool, indexes and request alone; what the planner remembers only saves time.
-// - Blocks hit by the admission being planned are never victims; neither is a pinned entry.
+// - Blocks that the admission being planned hits or copies are never victims; neither is a pinned entry.
 // - Victims are minimal: restoring any single one makes the demand not fit.
 //
 // Thread safety: none, because of what it remembers.
@@ -35,6 +35,8 @@ struct AdmissionRequest {
   // Per group: the keys and mask of the blocks this admission hits, which must survive it.
   std::span<const std::vector<CacheKey>> hit_keys;
   std::span<const PrefixMask> hit_masks;
+  // Per group: the keys of the blocks that it copies, which must survive it too. Empty when it copies none.
+  std::span<const std::vector<CacheKey>> copied_keys = {};
   std::span<const BlockTable> tables;  // the request's own
   // Where the request stands; its expired blocks may fund the admission. Absent for a first admission.
   std::optional<int32_t> num_computed_tokens;

@@ -100,14 +100,19 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
   if (replay_window_ > 0 && probe.prefix_tokens() > 0) {
     behind_hit = DemandsBehind(probe.prefix_tokens(), demands);
     demands = behind_hit;
+  } else if (probe.partial.num_tokens > 0) {
+    behind_hit = DemandsInsidePage(probe, demands);
+    demands = behind_hit;
   }
   const std::vector<int32_t> needed = BlocksNeeded(probe, tables, demands);
   const std::vector<std::vector<int32_t>> copies_in_bucket = CopiesInBucket(probe);
+  const std::vector<std::vector<CacheKey>> copied_keys = CopiedKeys(probe);
   const std::optional<std::vector<AdmissionVictim>> victims =
       planner_.Plan({.blocks_needed = needed,
                      .needed_in_bucket = copies_in_bucket,
                      .hit_keys = probe.keys,
                      .hit_masks = probe.device.masks,
+                     .copied_keys = copied_keys,
                      .tables = tables,
                      .num_computed_tokens = progress.num_computed_tokens});
   if (!victims) return std::nullopt;
@@ -127,6 +132,7 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
     const AcquirePlan plan = groups_[g].geometry().Plan(tables[g], demands[g]);
     const bool acquired = groups_[g].allocator().Acquire(tables[g], plan, result.new_block_ids[g]);
     TOKENSPEED_CHECK(acquired, "a planned admission does not fit");
+    if (!copied_keys.empty()) CopyPartialPage(copied_keys[g], g, result);
   }
   return result;
 }
@@ -284,8 +290,13 @@ BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& ha
 
 bool CacheCoordinator::Evict(int32_t group_id, CacheBlockLocation location) {
   const std::optional<CacheKey> removed = groups_[group_id].index().Evict(pool_, location);
-  if (removed && sink_) sink_(*removed, DeviceMutation::kRemoved);
-  return removed.has_value();
+  if (!removed) return false;
+  if (removed->namespace_id == kPartialPages) {
+    partial_pages_.ForgetBlock(removed->content_hash);
+  } else if (sink_) {
+    sink_(*removed, DeviceMutation::kRemoved);
+  }
+  return true;
 }
 
 void CacheCoordinator::ReportStored(std::span<const CacheKey> keys) {

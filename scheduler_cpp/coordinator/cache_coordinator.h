@@ -19,6 +19,7 @@
 #ifndef TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_
 #define TOKENSPEED_COORDINATOR_CACHE_COORDINATOR_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -38,6 +39,7 @@
 #include "coordinator/table_fork.h"
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "prefix/partial_pages.h"
 #include "prefix/prefix_watch.h"
 
 namespace tokenspeed {
@@ -78,7 +80,8 @@ class CacheCoordinator {
   // Grows the tables by the demands, publishing `progress` and reclaiming what has expired on the way; evicts as little
   // as possible. Nothing is returned, and nothing is changed, when it cannot fit. With a hit in the probe the tables
   // must be empty, and a replayable group that grows densely starts its replay window below the hit, with holes before.
-  // `access_epoch` is an epoch issued by this request's first admission, absent for that admission.
+  // `access_epoch` is an epoch issued by this request's first admission, absent for that admission. With a partial hit
+  // the demands start at the end of the whole pages.
   std::optional<AdmissionResult> Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
                                        std::span<const TokenDemand> demands, const RequestProgress& progress,
                                        std::optional<uint64_t> access_epoch = std::nullopt);
@@ -102,6 +105,17 @@ class CacheCoordinator {
   // `first_prefix_page` of the tables.
   void CacheFullBlocks(std::span<BlockTable> tables, std::span<const PrefixHash> hashes, uint64_t access_epoch,
                        int32_t first_prefix_page, BoundaryKind kind);
+
+  // Partial pages (partial_page_reuse.cpp), of caches all of whose groups hold rows and share prefixes.
+  static constexpr std::size_t kMaxPartialPagesBehindOne = 8;
+  // Completes a probe by what can be copied of the page behind its prefix. `prior` names what precedes that page, and
+  // `tokens` are the prompt's from there on, as far as they may be reused.
+  void ProbePartialPage(PrefixProbe& probe, const PrefixHash& prior, std::span<const int32_t> tokens) const;
+  // Publishes what the tables hold of the page that starts at the boundary `begin` and of which only `tokens` (less than
+  // the page) are computed. Of too many behind one `prior` the one that was left longest ago goes. Nothing of it is
+  // reported to the sink, nor copied to the host.
+  void CachePartialPage(std::span<BlockTable> tables, const PrefixHash& prior, int32_t begin,
+                        std::span<const int32_t> tokens, uint64_t access_epoch);
 
   void Free(std::span<BlockTable> tables);
 
@@ -171,6 +185,16 @@ class CacheCoordinator {
   PrefixProbe ProbeDevice(std::span<const PrefixHash> hashes, MatchedGroups matched) const;
   // The demands as they are behind a hit of `hit` tokens, from which replayable groups feed their window again.
   std::vector<TokenDemand> DemandsBehind(int32_t hit, std::span<const TokenDemand> demands) const;
+  // The demands, which start at the end of the probe's whole pages, without what the groups do not read of a page that
+  // is copied (partial_page_reuse.cpp).
+  std::vector<TokenDemand> DemandsInsidePage(const PrefixProbe& probe, std::span<const TokenDemand> demands) const;
+  // Per group, the keys of the blocks to be copied for the probe's partial hit; empty without one.
+  std::vector<std::vector<CacheKey>> CopiedKeys(const PrefixProbe& probe) const;
+  void WithdrawPartialPage(const PrefixHash& name);
+  // How many of these leading tokens of a partial page at `begin` every group can resume behind.
+  int32_t TokensCovered(const PrefixHash& name, int32_t begin, int32_t num_tokens) const;
+  // Makes the first of the group's new blocks destinations of copies.
+  void CopyPartialPage(std::span<const CacheKey> keys, std::size_t g, AdmissionResult& result) const;
   // Per group: blocks that an admission takes from the device pool, those for the host's hits included.
   std::vector<int32_t> BlocksNeeded(const PrefixProbe& probe, std::span<const BlockTable> tables,
                                     std::span<const TokenDemand> demands) const;
@@ -215,6 +239,7 @@ class CacheCoordinator {
   uint64_t last_epoch_ = 0;
   std::vector<CacheKey> pending_stores_;
   std::optional<StorageKeySet> storage_;
+  PartialPages partial_pages_;
 };
 
 }  // namespace tokenspeed

@@ -9,6 +9,7 @@
 #ifndef TOKENSPEED_COORDINATOR_GROUP_GEOMETRY_H_
 #define TOKENSPEED_COORDINATOR_GROUP_GEOMETRY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <variant>
 
@@ -70,6 +71,10 @@ class GroupGeometry {
   // Of the rows below it, a query at `position` reads some in each of the slots
   // [ExpiredBlocks(position), EndOfReadBlocks(position)) and none in any other. Only for groups that hold rows.
   int32_t EndOfReadBlocks(int32_t position) const;
+  // Of these slots, the first one in the prefix page that starts at `begin` (<= position).
+  int32_t FirstReadBlock(int32_t begin, int32_t position) const {
+    return std::max(begin / block_granularity_, ExpiredBlocks(position));
+  }
 
  private:
   // Tokens, counting the query's own, that a query reads; not meaningful for closed groups.

@@ -20,7 +20,7 @@ std::vector<CacheKey> ExpandCacheKeys(std::span<const PrefixHash> hashes, int32_
   keys.reserve(hashes.size() * static_cast<std::size_t>(blocks_per_prefix_page));
   for (const PrefixHash& hash : hashes) {
     for (int32_t offset = 0; offset < blocks_per_prefix_page; ++offset) {
-      keys.push_back({.content_hash = hash, .namespace_id = 0, .group_id = group_id, .page_offset = offset});
+      keys.push_back({.content_hash = hash, .namespace_id = kWholePages, .group_id = group_id, .page_offset = offset});
     }
   }
   return keys;

@@ -1,7 +1,7 @@
 // CacheKey: the name under which the contents of one block can be found again.
 //
 // Invariants: all four fields take part in equality and in hashing. A prefix page of P tokens expands, in a group of
-// block granularity g, to P/g keys with page_offset 0..P/g-1 in token order.
+// block granularity g, to P/g keys with page_offset 0..P/g-1 in token order; a partial page, to those of its blocks.
 // Thread safety: values.
 
 #ifndef TOKENSPEED_PREFIX_CACHE_KEY_H_
@@ -16,9 +16,13 @@
 
 namespace tokenspeed {
 
+// Namespaces: whole prefix pages, and beginnings of them that somebody left (partial_pages.h).
+inline constexpr uint32_t kWholePages = 0;
+inline constexpr uint32_t kPartialPages = 1;
+
 struct CacheKey {
   PrefixHash content_hash;
-  uint32_t namespace_id = 0;
+  uint32_t namespace_id = kWholePages;
   int32_t group_id = 0;
   int32_t page_offset = 0;
 

@@ -30,7 +30,7 @@ std::vector<TokenDemand> RemoteLandingDemands(const SchedulerConfig& config, int
 
 AdmissionOutcome RequestAdmission::RemotePrefill(Request& request, FreshBlocks& fresh) {
   if (!slots_.HasFree()) return AdmissionOutcome::kNotNow;
-  const int32_t pages = config_.disable_prefix_cache ? 0 : NumProbedPages(request);
+  const int32_t pages = config_.disable_prefix_cache ? 0 : NumProbedTokens(request) / config_.prefix_granularity;
   const PrefixProbe probe =
       coordinator_.ProbeDecodeDevicePrefix(request.PrefixHashes(config_.prefix_granularity, pages));
   const AdmissionOutcome outcome = RemotePrefillAfter(probe, request, fresh);

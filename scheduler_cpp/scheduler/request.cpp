@@ -100,6 +100,11 @@ std::span<const PrefixHash> Request::PrefixHashes(int32_t prefix_granularity, in
   return {prefix_hashes_.data(), static_cast<std::size_t>(num_pages)};
 }
 
+PrefixHash Request::HashBefore(int32_t prefix_granularity, int32_t begin) {
+  return begin == 0 ? HashPrefixPage({}, std::nullopt, chain_keys_)
+                    : PrefixHashes(prefix_granularity, begin / prefix_granularity).back();
+}
+
 std::span<const uint64_t> Request::EventHashes(int32_t prefix_granularity, int32_t num_pages) {
   const auto width = static_cast<std::size_t>(prefix_granularity);
   while (event_hashes_.size() < static_cast<std::size_t>(num_pages)) {

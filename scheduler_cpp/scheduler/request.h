@@ -152,6 +152,9 @@ class Request {
 
   // Hashes of the first `num_pages` prefix pages; each page is hashed once. The view lives until the next call.
   std::span<const PrefixHash> PrefixHashes(int32_t prefix_granularity, int32_t num_pages);
+  // The hash behind which the prefix page that starts at the boundary `begin` is known: that of the page before, or, for
+  // the first page, that of the chain keys over no tokens.
+  PrefixHash HashBefore(int32_t prefix_granularity, int32_t begin);
   // Residency-event hashes of the first `num_pages` prefix pages, in the same manner.
   std::span<const uint64_t> EventHashes(int32_t prefix_granularity, int32_t num_pages);
   // Takes over what `parent`, of the same prompt and chain keys, has hashed of the prompt.

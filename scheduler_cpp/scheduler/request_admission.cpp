@@ -1,6 +1,7 @@
 #include "scheduler/request_admission.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -30,18 +31,25 @@ void RequestAdmission::DescribePages(Request& request, int32_t first_page, int32
   }
 }
 
-int32_t RequestAdmission::NumProbedPages(const Request& request) const {
+int32_t RequestAdmission::NumProbedTokens(const Request& request) const {
   // At least the last prompt token is computed, for without it there is nothing to sample from.
   const int32_t recomputed = std::max(config_.prefix_replay_tokens, 1);
-  return std::max(request.prefill_size() - recomputed, 0) / config_.prefix_granularity;
+  return std::max(request.prefill_size() - recomputed, 0);
 }
 
 PrefixProbe RequestAdmission::ProbeFor(Request& request, int32_t max_host_tokens) {
   if (config_.disable_prefix_cache && request.state() != RequestState::kRetracted) {
     return coordinator_.NeutralProbe();
   }
-  return coordinator_.ProbePrefix(request.PrefixHashes(config_.prefix_granularity, NumProbedPages(request)),
-                                  max_host_tokens);
+  const int32_t reusable = NumProbedTokens(request);
+  const auto hashes = request.PrefixHashes(config_.prefix_granularity, reusable / config_.prefix_granularity);
+  PrefixProbe probe = coordinator_.ProbePrefix(hashes, max_host_tokens);
+  if (config_.reuse_partial_pages) {
+    const auto begin = static_cast<std::size_t>(probe.prefix_tokens());
+    coordinator_.ProbePartialPage(probe, request.HashBefore(config_.prefix_granularity, probe.prefix_tokens()),
+                                  request.PrefillTokens().first(static_cast<std::size_t>(reusable)).subspan(begin));
+  }
+  return probe;
 }
 
 bool RequestAdmission::IsAlone(const Request& request) const {
@@ -133,34 +141,43 @@ std::optional<AdmissionResult> RequestAdmission::AdmitChunk(const PrefixProbe& p
   return coordinator_.Admit(probe, tables, Demands(before, num_tokens, without_slot), made, access_epoch);
 }
 
-AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh) {
+AdmissionOutcome RequestAdmission::FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh,
+                                              BlockCopies& copies) {
   if (!slots_.HasFree()) return AdmissionOutcome::kNotNow;
-  const AdmissionOutcome outcome = FirstChunkWithHit(request, budget, fresh);
+  const AdmissionOutcome outcome = FirstChunkWithHit(request, budget, fresh, copies);
   if (outcome != AdmissionOutcome::kNoCapacity || !book_.resident().empty()) return outcome;
-  return std::get<AdmissionOutcome>(FirstChunkAfter(coordinator_.NeutralProbe(), request, budget, fresh));
+  return std::get<AdmissionOutcome>(FirstChunkAfter(coordinator_.NeutralProbe(), request, budget, fresh, copies));
 }
 
-AdmissionOutcome RequestAdmission::FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh) {
+AdmissionOutcome RequestAdmission::FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh,
+                                                     BlockCopies& copies) {
   FirstChunkOutcome outcome = std::numeric_limits<int32_t>::max();
   // Each try asks the host for less.
   while (const auto* max_host_tokens = std::get_if<int32_t>(&outcome)) {
-    outcome = FirstChunkAfter(ProbeFor(request, *max_host_tokens), request, budget, fresh);
+    PrefixProbe probe = ProbeFor(request, *max_host_tokens);
+    outcome = FirstChunkAfter(probe, request, budget, fresh, copies);
+    if (outcome != FirstChunkOutcome(AdmissionOutcome::kNoCapacity) || probe.partial.num_tokens == 0) continue;
+    // What it copies cannot be evicted for it, and perhaps it would fit otherwise.
+    probe.partial = {};
+    outcome = FirstChunkAfter(probe, request, budget, fresh, copies);
   }
   return std::get<AdmissionOutcome>(outcome);
 }
 
 RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const PrefixProbe& probe, Request& request,
-                                                                      int64_t budget, FreshBlocks& fresh) {
+                                                                      int64_t budget, FreshBlocks& fresh,
+                                                                      BlockCopies& copies) {
   const int32_t hit = probe.prefix_tokens();
+  const int32_t begin = probe.resume_tokens();
   const int32_t promotion = probe.promotion_boundary_tokens();
   const auto chunk = static_cast<int32_t>(
-      chunk_rules_.ChunkTokens(hit, /*resumes_hit=*/true, request.prefill_size() - hit, budget, promotion));
+      chunk_rules_.ChunkTokens(begin, /*resumes_hit=*/true, request.prefill_size() - begin, budget, promotion));
   if (chunk == 0) return AdmissionOutcome::kNotNow;
 
-  const PrefillReserve reserve = FirstChunkReserve(request, hit, chunk);
+  const PrefillReserve reserve = FirstChunkReserve(request, begin, chunk);
   std::vector<BlockTable> tables = coordinator_.MakeTables();
-  auto admitted =
-      AdmitChunk(probe, request, tables, hit, chunk, reserve, RequestProgress{}, /*access_epoch=*/std::nullopt);
+  auto admitted = AdmitChunk(probe, request, tables, hit, begin - hit + chunk, reserve, RequestProgress{},
+                             /*access_epoch=*/std::nullopt);
   if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
   if (admitted->host_prefix_tokens < hit) {
     coordinator_.Free(tables);
@@ -169,16 +186,18 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
 
   DescribePages(request, 0, (request.prefill_size() - 1) / config_.prefix_granularity);
   AppendPerGroup(fresh, admitted->new_block_ids);
+  if (!admitted->copies.empty()) AppendPerGroup(copies.pairs, admitted->copies);
+  std::ranges::move(admitted->copied_blocks, std::back_inserter(copies.held));
   if (!admitted->load_pairs.empty()) StartLoad(request, *admitted, tables);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   CacheProgress& progress = resources->progress;
   progress.num_hashed_pages = hit / config_.prefix_granularity;
   progress.access_epoch = admitted->access_epoch;
   progress.promotion_boundary_tokens = promotion;
-  RecordSnapshot(progress, hit + chunk);
-  resources->covered_tokens = int64_t{hit} + chunk;
+  RecordSnapshot(progress, begin + chunk);
+  resources->covered_tokens = int64_t{begin} + chunk;
   const PrefillWindow window{
-      .begin = hit, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(hit))};
+      .begin = begin, .size = chunk, .replay = static_cast<int32_t>(chunk_rules_.ReplayTokens(begin))};
   book_.Move(request, [&](Request& moved) {
     moved.StartPrefill(std::move(resources), window, reserve.completes ? FirstDecodeTokens() : 0);
   });
@@ -229,20 +248,21 @@ AdmissionOutcome RequestAdmission::NextChunk(Request& request, int64_t budget, F
   return AdmissionOutcome::kScheduled;
 }
 
-AdmissionOutcome RequestAdmission::Prefill(Request& request, int64_t budget, FreshBlocks& fresh) {
-  AdmissionOutcome outcome = PrefillOnce(request, budget, fresh);
+AdmissionOutcome RequestAdmission::Prefill(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies) {
+  AdmissionOutcome outcome = PrefillOnce(request, budget, fresh, copies);
   if (config_.role != SchedulerConfig::Role::kDecode) return outcome;
   const int64_t least = std::max<int64_t>(MinPrefillTokens(), 1);
   budget = std::min(budget, int64_t{request.prefill_size()} + chunk_rules_.replay_window);
   while (outcome == AdmissionOutcome::kNoCapacity && IsAlone(request) && budget > least) {
     budget = std::max(least, budget / 2);
-    outcome = PrefillOnce(request, budget, fresh);
+    outcome = PrefillOnce(request, budget, fresh, copies);
   }
   return outcome;
 }
 
-AdmissionOutcome RequestAdmission::PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh) {
-  return request.IsWaiting() ? FirstChunk(request, budget, fresh) : NextChunk(request, budget, fresh);
+AdmissionOutcome RequestAdmission::PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh,
+                                               BlockCopies& copies) {
+  return request.IsWaiting() ? FirstChunk(request, budget, fresh, copies) : NextChunk(request, budget, fresh);
 }
 
 AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) {
@@ -289,9 +309,20 @@ void RequestAdmission::PublishAtFinish(Request& request) {
         resources.tables(), RequestProgress{.completed_pages = completed, .num_computed_tokens = frontier},
         progress.access_epoch);
   }
+  if (config_.reuse_partial_pages) PublishPartialPage(request, frontier);
   if (!config_.StreamsDeviceCacheToHost()) return;
   QueueForStore(request, progress.num_hashed_pages);
   transfers_.StartPendingStores(SourceGuard::kPinnedUntilAck);
+}
+
+void RequestAdmission::PublishPartialPage(Request& request, int32_t frontier) {
+  const int32_t num_tokens = frontier % config_.prefix_granularity;
+  const int32_t begin = frontier - num_tokens;
+  if (num_tokens == 0) return;
+  RequestResources& resources = request.resources();
+  const auto page = std::span(request.tokens()).subspan(static_cast<std::size_t>(begin));
+  coordinator_.CachePartialPage(resources.tables(), request.HashBefore(config_.prefix_granularity, begin), begin,
+                                page.first(static_cast<std::size_t>(num_tokens)), resources.progress.access_epoch);
 }
 
 void RequestAdmission::PublishAtRetraction(Request& request) {

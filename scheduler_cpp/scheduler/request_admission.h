@@ -50,8 +50,11 @@ class RequestAdmission {
  public:
   // Ids of freshly acquired blocks, one list per group.
   using FreshBlocks = std::vector<std::vector<int32_t>>;
-  // Blocks to be copied before the batch runs, one list per group.
-  using BlockCopies = std::vector<std::vector<BlockCopy>>;
+  // Blocks to be copied before the batch runs.
+  struct BlockCopies {
+    std::vector<std::vector<BlockCopy>> pairs;  // per group, or empty
+    std::vector<CacheBlockRef> held;            // sources that nobody else may hold: as AdmissionResult::copied_blocks
+  };
 
   // `ledger` is null when residency events are off.
   RequestAdmission(const SchedulerConfig& config, CacheCoordinator& coordinator, TierTransfers& transfers,
@@ -62,7 +65,7 @@ class RequestAdmission {
   int64_t MinPrefillTokens() const { return chunk_rules_.MinChunkTokens(); }
 
   // The first chunk of a waiting request, or the next one of a prefilling request, computed here.
-  AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
   // Role D: the destination of a submitted request's whole prompt, which the peer computes.
   AdmissionOutcome RemotePrefill(Request& request, FreshBlocks& fresh);
   // The next decode step; on role P the hand-off to the peer, which takes no further block.
@@ -74,27 +77,30 @@ class RequestAdmission {
                                        BlockCopies& copies);
   // Has the pages that a refused request could share watched until it is admitted or ends.
   void Watch(Request& request);
-  // Publishes the pages that a request which ends normally has completed since its last admission, and starts to copy
-  // its cache to the host.
+  // Publishes the pages that a request which ends normally has completed since its last admission, the one that it has
+  // not completed where that is wanted, and starts to copy its whole pages to the host.
   void PublishAtFinish(Request& request);
   // The same for a request that is about to give up its cache, whose blocks may be handed out again at once. None of its
   // results may be out.
   void PublishAtRetraction(Request& request);
 
  private:
-  AdmissionOutcome PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh);
-  AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome PrefillOnce(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
+  AdmissionOutcome FirstChunk(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
   // An outcome, or the end of the longest prefix that the host can bring back after all.
   using FirstChunkOutcome = std::variant<AdmissionOutcome, int32_t>;
-  AdmissionOutcome FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh);
-  FirstChunkOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh);
+  AdmissionOutcome FirstChunkWithHit(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
+  FirstChunkOutcome FirstChunkAfter(const PrefixProbe& probe, Request& request, int64_t budget, FreshBlocks& fresh,
+                                    BlockCopies& copies);
   // Publishes at once what the host brings back, or waits for it to arrive from the external store.
   void StartLoad(Request& request, AdmissionResult& admitted, std::span<BlockTable> tables);
   AdmissionOutcome NextChunk(Request& request, int64_t budget, FreshBlocks& fresh);
   AdmissionOutcome RemotePrefillAfter(const PrefixProbe& probe, Request& request, FreshBlocks& fresh);
   PrefixProbe ProbeFor(Request& request, int32_t max_host_tokens);
-  // Leading pages of the prompt that may be reused.
-  int32_t NumProbedPages(const Request& request) const;
+  // Leading tokens of the prompt that may be reused.
+  int32_t NumProbedTokens(const Request& request) const;
+  // Publishes the beginning of the page that `frontier` computed tokens leave unfinished (partial_pages.h).
+  void PublishPartialPage(Request& request, int32_t frontier);
   // Whether nobody else holds cache.
   bool IsAlone(const Request& request) const;
   // Admits with `reserve`, or, where that is what keeps a lone prompt out, without the decode slot.

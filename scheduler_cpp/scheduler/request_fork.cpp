@@ -27,7 +27,7 @@ std::optional<AdmissionOutcome> RequestAdmission::Fork(Request& request, const R
   if (!forked.has_value()) return AdmissionOutcome::kNoCapacity;
 
   AppendPerGroup(fresh, forked->new_block_ids);
-  AppendPerGroup(copies, forked->copies);
+  AppendPerGroup(copies.pairs, forked->copies);
   request.ShareHashes(parent, config_.prefix_granularity);
   auto resources = std::make_unique<RequestResources>(coordinator_, resident_tables_, slots_.Take(), std::move(tables));
   // No page counts as hashed, although the parent may have published some: what the fork publishes at its next

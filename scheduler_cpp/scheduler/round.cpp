@@ -66,8 +66,8 @@ ExecutionPlan Round::Finish(std::shared_ptr<const std::vector<std::string>> grou
   for (std::size_t group = 0; group < fresh_.size(); ++group) {
     plan_.pages_to_zero.emplace((*group_ids)[group], std::move(fresh_[group]));
   }
-  for (std::size_t group = 0; group < copies_.size(); ++group) {
-    plan_.pages_to_copy.emplace((*group_ids)[group], std::move(copies_[group]));
+  for (std::size_t group = 0; group < copies_.pairs.size(); ++group) {
+    plan_.pages_to_copy.emplace((*group_ids)[group], std::move(copies_.pairs[group]));
   }
   plan_.group_ids = std::move(group_ids);
   plan_.round_number = number_;

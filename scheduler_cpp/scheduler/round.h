@@ -89,7 +89,7 @@ class Round {
   std::optional<int32_t> sealed_priority_;
   ExecutionPlan plan_;
   RequestAdmission::FreshBlocks fresh_;  // empty until the first admission, then one list per group
-  RequestAdmission::BlockCopies copies_;  // empty until the first fork, then one list per group
+  RequestAdmission::BlockCopies copies_;
 };
 
 }  // namespace tokenspeed

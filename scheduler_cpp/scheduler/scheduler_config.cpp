@@ -80,6 +80,26 @@ void ValidateGroups(const SchedulerConfig& config) {
   }
 }
 
+void ValidatePartialPages(const SchedulerConfig& config) {
+  if (!config.reuse_partial_pages) {
+    return;
+  }
+  if (config.role != SchedulerConfig::Role::kFused) {
+    Refuse("reuse_partial_pages needs role Fused: a peer's transfer starts at a prefix page");
+  }
+  if (config.disable_prefix_cache) {
+    Refuse("reuse_partial_pages needs disable_prefix_cache False");
+  }
+  for (const CacheGroupConfig& group : config.cache_groups) {
+    if (group.IsState()) {
+      Refuse("reuse_partial_pages: cache group '" + group.group_id + "' has family State, no snapshot inside a page");
+    }
+    if (group.replayable) {
+      Refuse("reuse_partial_pages: cache group '" + group.group_id + "' is replayable, so none of its rows are kept");
+    }
+  }
+}
+
 }  // namespace
 
 void ValidateChainKey(const std::string& field, const std::string& value) {
@@ -161,6 +181,7 @@ void SchedulerConfig::Validate() const {
   RequireAtLeast("max_overtaken_rounds", max_overtaken_rounds, 0);
   RequireAtLeast("max_kv_events", max_kv_events, 1);
   ValidateChainKey("weight_version", weight_version);
+  ValidatePartialPages(*this);
   if (!enable_l3_storage) {
     return;
   }

@@ -36,6 +36,9 @@ struct SchedulerConfig {
   bool enable_mixed_prefill_decode = false;
   bool disable_prefix_cache = false;
   int32_t prefix_replay_tokens = 0;
+  // Whether a prompt also takes over, by copying, what an ended request has left of the prefix page in which the two part.
+  // Needs role Fused and groups that keep rows and are matched.
+  bool reuse_partial_pages = false;
   // Rounds in which a waiting request that does not fit may be passed by those behind it, before it holds the line.
   int32_t max_overtaken_rounds = 64;
   // Whether plans carry their rows' block tables. Without, only the resident tables are there to be read, and a plan costs

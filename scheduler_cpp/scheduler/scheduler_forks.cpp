@@ -64,7 +64,7 @@ AdmissionOutcome Scheduler::AdmitFirstChunk(Round& round, Request& request) {
     const auto outcome = admission_.Fork(request, *parent, round.budget(), round.fresh(), round.copies());
     if (outcome.has_value()) return *outcome;
   }
-  return admission_.Prefill(request, round.budget(), round.fresh());
+  return admission_.Prefill(request, round.budget(), round.fresh(), round.copies());
 }
 
 }  // namespace tokenspeed

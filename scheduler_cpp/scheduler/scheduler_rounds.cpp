@@ -79,8 +79,9 @@ AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
     if (outcome == AdmissionOutcome::kScheduled) round.PushRemotePrefill(request);
     return outcome;
   }
-  const AdmissionOutcome outcome = request.IsWaiting() ? AdmitFirstChunk(round, request)
-                                                       : admission_.Prefill(request, round.budget(), round.fresh());
+  const AdmissionOutcome outcome =
+      request.IsWaiting() ? AdmitFirstChunk(round, request)
+                          : admission_.Prefill(request, round.budget(), round.fresh(), round.copies());
   if (outcome == AdmissionOutcome::kScheduled) round.PushPrefill(request);
   return outcome;
 }

@@ -4,9 +4,13 @@ import json
 
 import pytest
 
+from tokenspeed_jax.models.attention import AttentionSpec
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.registry import MODEL_FAMILIES, resolve_model
 from tokenspeed_jax.models.rope import LinearScaling, YarnScaling
+from tokenspeed_jax.recipes.setup import CACHE_FAMILIES
+
+from ..families import ALL
 
 
 @pytest.fixture
@@ -46,6 +50,18 @@ def resolved(config, *absent, **changes):
         ("llama", "rms_norm_eps", float("nan")),
         ("llama", "tie_word_embeddings", 1),
         ("llama", "num_key_value_heads", 3),
+        ("qwen3_moe", "hidden_act", "gelu"),
+        ("qwen3_moe", "num_experts_per_tok", 9),
+        ("qwen3_moe", "mlp_only_layers", [4]),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "partial_rotary_factor", 0.5),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+        ("minimax_m2", "shared_intermediate_size", 64),
+        ("minimax_m2", "attn_type_list", [1, 0, 1, 1]),
+        ("minimax_m2", "num_experts_per_tok", 5),
     ],
 )
 def test_field_that_is_not_served_is_named(family, field, value, tiny_config):
@@ -146,10 +162,40 @@ def test_gpt_oss_rotation_is_stretched_by_a_tenth_of_the_factors_logarithm(tiny_
     assert not scaling.whole_channels
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "olmo3", "gpt_oss"])
+@pytest.mark.parametrize("family", ALL)
 def test_configurations_are_hashable_and_list_their_layers(family, tiny_config):
     config = resolved(tiny_config(family))
     assert hash(config) == hash(resolved(tiny_config(family)))
     layers = config.attention_layers()
     assert [spec.layer_id for spec in layers] == list(range(config.num_layers))
-    assert all((spec.num_heads, spec.num_kv_heads) == (4, 2) for spec in layers)
+    attention = [spec for spec in layers if isinstance(spec, AttentionSpec)]
+    assert all((spec.num_heads, spec.num_kv_heads) == (4, 2) for spec in attention)
+    assert config.cache_family in CACHE_FAMILIES
+
+
+def test_qwen3_moe_counts_experts_in_both_spellings(tiny_config):
+    config = tiny_config("qwen3_moe")
+    new = resolved(config)
+    assert new.num_experts == 8
+    assert resolved(config, "num_local_experts", num_experts=8) == new
+    assert resolved(config, "num_local_experts").num_experts == 128
+
+
+def test_qwen3_moe_layers_without_experts_are_named_or_between_steps(tiny_config):
+    config = tiny_config("qwen3_moe")
+    assert resolved(config).sparse == (False, True, True, True)
+    assert resolved(config, mlp_only_layers=None, decoder_sparse_step=2).sparse == (False, True, False, True)
+    assert resolved(config, mlp_only_layers=[1], decoder_sparse_step=2).sparse == (False, False, False, True)
+
+
+def test_qwen3_moe_windows_need_the_switch_and_are_on_every_layer(tiny_config):
+    config = tiny_config("qwen3_moe") | {"sliding_window": 16}
+    assert resolved(config).windows == (None,) * 4
+    assert resolved(config, use_sliding_window=True).windows == (16,) * 4
+
+
+def test_minimax_m2_turns_the_channels_that_rotary_dim_counts(tiny_config):
+    config = tiny_config("minimax_m2")
+    assert {rope.dim for rope in resolved(config).ropes} == {16}
+    assert {rope.dim for rope in resolved(config, rotary_dim=8).ropes} == {8}
+    assert resolved(config, "rope_parameters", "rope_theta", rotary_dim=8).ropes[0].theta == 5_000_000.0

@@ -133,3 +133,35 @@ def test_channels_pair_across_halves():
     x = jnp.zeros((1, 1, 8)).at[0, 0, 1].set(1.0)
     turned = Rope(10000.0, 8).at(jnp.array([3]))(x)[0, 0]
     assert set(np.flatnonzero(turned)) == {1, 5}
+
+
+def test_channels_behind_the_turning_ones_pass_through():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 16)), jnp.bfloat16)
+    turn, positions = Rope(10000.0, 4), jnp.arange(5)
+    turned = turn.at(positions)(x)
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[..., :4], turn.at(positions)(x[..., :4]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"partial_rotary_factor": 0.25},
+        {"rope_parameters": {"rope_theta": 500000.0, "partial_rotary_factor": 0.25}},
+        {"rope_parameters": {"rope_theta": 500000.0, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.25},
+    ],
+)
+def test_a_family_that_turns_in_part_reads_the_part_in_both_spellings(fields):
+    config = HfConfig(BASE | fields)
+    assert Rope.from_hf(config, 128, partial_rotary_factor=1.0) == Rope(500000.0, 32)
+
+
+def test_a_family_that_turns_in_part_has_a_default_part():
+    assert Rope.from_hf(HfConfig(BASE), 128, partial_rotary_factor=0.5).dim == 64
+
+
+@pytest.mark.parametrize("factor", [0.01, 1.5, 0.2, -0.5, "half"])
+def test_a_part_that_is_no_positive_even_number_of_channels_is_refused(factor):
+    with pytest.raises(UnsupportedConfig, match="partial_rotary_factor"):
+        Rope.from_hf(HfConfig(BASE | {"partial_rotary_factor": factor}), 128, partial_rotary_factor=1.0)

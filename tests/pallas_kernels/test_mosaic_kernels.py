@@ -18,7 +18,7 @@ from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 64}
 SHAPE |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-SINKS = jnp.asarray([-jnp.inf, 1.0, 3.0], jnp.bfloat16)  # of the heads of a problem
+SINKS = jnp.asarray([-jnp.inf, 5.0, 7.0], jnp.bfloat16)  # of the heads of a problem
 
 
 @pytest.fixture

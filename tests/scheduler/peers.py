@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from tokenspeed_jax.scheduler import PD, ForwardEvent, SchedulerConfig
 
 from .scenario import Group, Scenario, Step, extend_result, named
+from .simulated_tiers import write_back_done, write_backs
 
 Role = SchedulerConfig.Role
+SCATTERING_GROUPS = (Group(granularity=1, packing=3), Group(packing=2))
 
 
 class PrefillWorker(Scenario):
@@ -36,6 +38,45 @@ class PrefillWorker(Scenario):
         self.succeed(request_id)
         self.plan()
         return step
+
+
+def handed_off(step: Step) -> list[str]:
+    return [] if step.hand_off is None else step.hand_off.ids
+
+
+def run_scattered_prompt(s: PrefillWorker) -> list[int]:
+    """A prompt of SCATTERING_GROUPS, in 10 parents and a budget of 6, that others leave too many half-full parents to.
+
+    Returns its chunks, up to its hand-off. Copies to a host, if there is one, complete at once.
+    """
+
+    def plan() -> Step:
+        step = s.plan()
+        s.advance(*(write_back_done(op.op_id) for op in write_backs(step)))
+        return step
+
+    assert s.scheduler.max_single_request_tokens() == 16
+    # Found by random search: what these leave behind spreads the first two chunks over too many parents.
+    for request_id, length in (("a", 1), ("b", 2), ("c", 2), ("x", 2), ("y", 3)):
+        s.start(request_id, length)
+        assert plan().ids == [request_id]
+        if request_id in "xy":
+            s.land_with(request_id, 7)
+            plan()
+            s.succeed(request_id)
+    s.start("long", 16)
+    inputs = []
+    for other in ("c", "b", "a", *[""] * 7):
+        step = plan()
+        inputs += step.inputs
+        if step.ids:
+            s.land("long", *([1] if step.prefixes[0] + step.inputs[0] == 16 else []))
+        if other:
+            s.abort(other)
+        if handed_off(step):
+            break
+    assert handed_off(step) == ["long"]
+    return inputs
 
 
 class DecodeWorker(Scenario):

@@ -42,6 +42,8 @@ def gauges(scheduler: Scheduler, groups: Sequence[str], request_ids: Sequence[st
         "empty_lcm_blocks",
         "active_lcm_blocks",
         "available_lcm_blocks",
+        "host_cached_blocks",
+        "host_pinned_blocks",
         "max_single_request_tokens",
         "can_clear_cache",
         "waiting_prefix_hashes",

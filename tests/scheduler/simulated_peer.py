@@ -46,6 +46,8 @@ class Pair:
     timeouts: int = 0
     landings: int = 0
     idle: int = 0  # rounds on end
+    progress: int = 0  # tokens, hand-offs, landings
+    barren: int = 0  # rounds on end without any
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -77,11 +79,15 @@ class Pair:
     # Rounds ----------------------------------------------------------------------------------------------------------
 
     def round(self) -> None:
+        progress = self.progress
         idle = self.round_of_prefills() & self.round_of_decodes() & self.transfer()
+        self.barren = self.barren + 1 if self.progress == progress else 0
         if self.disturbed:
             self.disturb()
         self.idle = self.idle + 1 if idle and not self.p.pending and not self.d.pending else 0
-        if self.idle > 4:  # a round that only retracts is idle too
+        # A round that only retracts is idle too. A recovery that finds no room for its end starts again and again.
+        if self.idle > 4 or self.barren > 60:
+            self.barren = 0
             self.time_out()
 
     def round_of_prefills(self) -> bool:
@@ -103,6 +109,7 @@ class Pair:
             for landing in self.p.pending[0]:
                 candidates[landing.request_id] = [*landing.tokens, self.random.randint(0, 9)]
         for landing in self.p.land(candidates):
+            self.progress += len(landing.tokens)
             if landing.tokens:
                 self.drafts[landing.request_id] = candidates.get(landing.request_id, [])
 
@@ -113,6 +120,7 @@ class Pair:
         assert hand_off.batch.decode_input_ids[row] == device.tokens[-1]
         assert hand_off.batch.spec_candidate_ids[row] == self.drafts[request_id]
         assert hand_off.batch.prefill_lengths[row] == device.computed == len(prompt.tokens)
+        self.progress += 1
         prompt.source = [hand_off.row(request_id, group) for group in range(len(self.groups))]
 
     def round_of_decodes(self) -> bool:
@@ -126,6 +134,7 @@ class Pair:
             prompt = self.prompts[request_id]
             assert landing.batch.input_ids == prompt.tokens[landing.prefixes[0] :]
             assert landing.prefixes[0] + landing.inputs[0] == len(prompt.tokens)
+            self.progress += 1
             prompt.target = [landing.row(request_id, group) for group in range(len(self.groups))]
             prompt.hit = landing.prefixes[0]
         while len(self.d.pending) > (self.depth if step.ids else 0):
@@ -144,6 +153,7 @@ class Pair:
         for landing in self.d.land({}):
             prompt = self.prompts[landing.request_id]
             prompt.generated += len(landing.tokens)
+            self.progress += len(landing.tokens)
             if prompt.generated >= prompt.stop_after:
                 self.finish(landing.request_id)
 
@@ -173,6 +183,7 @@ class Pair:
         prompt.source = prompt.target = None
         prompt.landed, prompt.generated = True, 1
         self.landings += 1
+        self.progress += 1
         if prompt.stop_after == 1:
             self.finish(request_id)
 

@@ -1,20 +1,21 @@
-"""A simulated device with a host tier and an external store below it, each remembering what lies where.
+"""A host tier and an external store below a simulated device, each remembering what lies where.
 
 Copies are as late as the contract allows: a pinned write-back reads its sources only when it completes, so that a
 source handed out too early shows up as wrong contents; an unpinned one reads at the start of its plan. Destinations
 hold rubbish until then. A load-back's ends must still hold what was copied when it completes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenspeed_jax.scheduler import Cache, ExecutionPlan
 
-from .scenario import Step
+from .scenario import Group, Step
 from .simulated_device import Landing, SimulatedDevice
 
 type Key = tuple[int, str, int]  # group, content hash, offset of the block in its page
-type Rows = tuple[int | None, ...]  # contents of one block
+type Rows = tuple[object, ...]  # contents of one block; None where nothing was written
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class MissedPrefetch(Exception):
 
 
 @dataclass
-class TieredDevice(SimulatedDevice):
+class Tiers:
+    groups: Sequence[Group]
+    prefix_granularity: int
+    rows: dict[tuple[int, int, int], Any]  # the device's own: (group, block, row) -> contents
     fails: Callable[[], bool] = lambda: False  # whether the next copy to the device does not come about
     host: dict[tuple[int, int], Rows] = field(default_factory=dict)  # (group, block) -> contents
     store: dict[Key, Rows] = field(default_factory=dict)
@@ -82,12 +86,15 @@ class TieredDevice(SimulatedDevice):
     loads: dict[int, tuple[Operation, list[Rows]]] = field(default_factory=dict)
     loaded: int = 0  # blocks brought back
     fetched: int = 0  # of those, from the store
+    evicted: int = 0  # blocks of the host that were overwritten
+    meanings: dict[Key, Rows] = field(default_factory=dict)  # what was ever stored by a key
 
     def contents(self, group: int, block: int) -> Rows:
-        rows = 1 if self.groups[group].state else self.granularity(group)
+        rows = 1 if self.groups[group].state else self.groups[group].granularity or self.prefix_granularity
         return tuple(self.rows.get((group, block, row)) for row in range(rows))
 
-    def run(self, step: Step) -> list[Landing]:
+    def start_stores(self, step: Step) -> None:
+        """What comes before anything else of a plan."""
         started = write_backs(step)
         assert sorted(started, key=lambda op: op.op_id) == started
         self._check_wire(started)
@@ -96,11 +103,10 @@ class TieredDevice(SimulatedDevice):
             read = None if op.pinned else self._read(op)
             self.stores[op.op_id] = (op, read)
             for transfer in op.transfers:
-                self.host.pop((transfer.group, transfer.destination), None)
-        self.zero(step)
-        self.copy(step)
-        self._load(load_backs(step))
-        return self.forward(step)
+                self._give_away(transfer.group, transfer.destination)
+
+    def _give_away(self, group: int, host_block: int) -> None:
+        self.evicted += self.host.pop((group, host_block), None) is not None
 
     def _check_wire(self, ops: list[Operation]) -> None:
         transfers = [transfer for op in ops for transfer in op.transfers]
@@ -113,31 +119,39 @@ class TieredDevice(SimulatedDevice):
 
     def _read(self, op: Operation) -> list[Rows]:
         read = [self.contents(transfer.group, transfer.source) for transfer in op.transfers]
-        assert all(None not in rows for rows in read), "a block is stored before it is written"
+        for transfer, rows in zip(op.transfers, read, strict=True):
+            assert None not in rows, "a block is stored before it is written"
+            assert self.meanings.setdefault(transfer.key, rows) == rows, "a key stands for one content"
         return read
 
-    def _load(self, ops: list[Operation]) -> None:
+    def load(self, step: Step) -> None:
+        """What comes between the plan's zeroing and its forward."""
         failed, missing = [], []
-        for op in ops:
+        for op in load_backs(step):
             lost = [t.key for t in op.transfers if t.from_storage and t.key not in self.store]
             missing += lost
+            for transfer in op.transfers:
+                if transfer.from_storage:
+                    self._give_away(transfer.group, transfer.source)
             if lost or self.fails():
                 failed.append(op)
                 continue
-            copied = []
-            for transfer in op.transfers:
-                place = transfer.group, transfer.source
-                if transfer.from_storage:
-                    self.fetched += 1
-                    self.host[place] = self.store[transfer.key]
-                for row, identity in enumerate(self.host[place]):
-                    assert identity is not None
-                    self.rows[transfer.group, transfer.destination, row] = identity
-                copied.append(self.host[place])
-            self.loaded += len(copied)
-            self.loads[op.op_id] = (op, copied)
+            self.loads[op.op_id] = (op, [self._fetch(transfer) for transfer in op.transfers])
+            self.loaded += len(op.transfers)
         if failed:
             raise MissedPrefetch(failed, missing)
+
+    def _fetch(self, transfer: Transfer) -> Rows:
+        place = transfer.group, transfer.source
+        if transfer.from_storage:
+            self.fetched += 1
+            self.host[place] = self.store[transfer.key]
+        rows = self.host[place]
+        # Blocks that the host holds are named by their place alone unless there is an external store.
+        assert not transfer.content_hash or self.meanings[transfer.key] == rows, "a key stands for one content"
+        for row, content in enumerate(rows):
+            self.rows[transfer.group, transfer.destination, row] = content
+        return rows
 
     def complete(self, op_id: int) -> object:
         """Ends a copy that is under way; returns the event that tells of it."""
@@ -153,6 +167,19 @@ class TieredDevice(SimulatedDevice):
             assert self.host[transfer.group, transfer.source] == rows, "the source was given away"
             assert self.contents(transfer.group, transfer.destination) == rows, "the destination was given away"
         return Cache.LoadBackDoneEvent(op_id, True)
+
+
+@dataclass
+class TieredDevice(SimulatedDevice):
+    def __post_init__(self) -> None:
+        self.tiers = Tiers(self.groups, self.prefix_granularity, self.rows)
+
+    def run(self, step: Step) -> list[Landing]:
+        self.tiers.start_stores(step)
+        self.zero(step)
+        self.copy(step)
+        self.tiers.load(step)
+        return self.forward(step)
 
 
 def write_back_done(op_id: int) -> Cache.WriteBackDoneEvent:

@@ -75,10 +75,13 @@ class ForkWorkload(Workload):
                 takers.add(name)
             else:
                 self.forks_alone += 1
-        assert step.copied == (copies if takers else {})
+        self.check_copies(step, copies if takers else {})
         self.taken_over += len(takers)
         self.completed |= complete_now
         return takers
+
+    def check_copies(self, step: Step, expected: dict[str, list[tuple[int, int]]]) -> None:
+        assert step.copied == expected
 
     def follow(self, step: Step, row: int, root: str, copies: dict[str, list[tuple[int, int]]]) -> bool:
         """Whether the fork in `row` takes its parent's blocks over; if it does, that it takes the right ones."""

@@ -5,15 +5,11 @@ import pytest
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent
 
-from .peers import PrefillWorker
-from .scenario import FULL, STATE, Group, Step, extend_result, named, real, replayable
+from .peers import SCATTERING_GROUPS, PrefillWorker, handed_off, run_scattered_prompt
+from .scenario import FULL, STATE, extend_result, named, real, replayable
 
 PAIR = (FULL, STATE)
 TWO_FULL = (FULL, FULL)
-
-
-def handed_off(step: Step) -> list[str]:
-    return [] if step.hand_off is None else step.hand_off.ids
 
 
 def test_pd1_a_prompt_is_handed_off_once_its_token_has_landed() -> None:
@@ -340,26 +336,6 @@ def test_salts_separate_prefixes_on_a_prefill_worker() -> None:
 
 
 def test_a_lone_prompt_whose_blocks_are_scattered_starts_again_in_an_empty_pool() -> None:
-    s = PrefillWorker((Group(granularity=1, packing=3), Group(packing=2)), 10, budget=6)
-    assert s.scheduler.max_single_request_tokens() == 16
-    # Found by random search: what these leave behind spreads the first two chunks over too many parents.
-    for request_id, length in (("a", 1), ("b", 2), ("c", 2), ("x", 2), ("y", 3)):
-        s.start(request_id, length)
-        assert s.plan().ids == [request_id]
-        if request_id in "xy":
-            s.land_with(request_id, 7)
-            s.plan()
-            s.succeed(request_id)
-    s.start("long", 16)
-    inputs = []
-    for other in ("c", "b", "a", *[""] * 7):
-        step = s.plan()
-        inputs += step.inputs
-        if step.ids:
-            s.land("long", *([1] if step.prefixes[0] + step.inputs[0] == 16 else []))
-        if other:
-            s.abort(other)
-        if handed_off(step):
-            break
-    assert inputs == [6, 6, 6, 6, 4]
-    assert (s.scheduler.num_retractions(), handed_off(step)) == (1, ["long"])
+    s = PrefillWorker(SCATTERING_GROUPS, 10, budget=6)
+    assert run_scattered_prompt(s) == [6, 6, 6, 6, 4]
+    assert s.scheduler.num_retractions() == 1

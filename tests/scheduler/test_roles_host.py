@@ -1,9 +1,10 @@
-"""A decode worker with a host tier: retraction snapshots are all that it is used for (scenario S-PD9)."""
+"""Roles P and D over a host tier: the latter uses it for retraction snapshots only (scenario S-PD9)."""
 
 from tokenspeed_jax.scheduler import Cache
 
-from .peers import DecodeWorker
+from .peers import SCATTERING_GROUPS, DecodeWorker, PrefillWorker, run_scattered_prompt
 from .scenario import FULL, Scenario, extend_result
+from .simulated_tiers import load_backs
 
 TWO_FULL = (FULL, FULL)
 
@@ -59,3 +60,17 @@ def test_pd9_a_retracted_request_recovers_from_its_snapshot_locally_and_alone() 
     assert step.ids == ["r1"]
     assert step.landing is not None
     assert step.landing.ids == ["new"]
+
+
+def test_a_lone_prompt_that_starts_again_leaves_the_keys_of_the_store() -> None:
+    s = PrefillWorker(SCATTERING_GROUPS, 10, budget=6, num_host_pages=9, enable_l3_storage=True)
+    stored = s.fresh(5)
+    s.scheduler.register_storage_keys(*s.scheduler.expand_prefix_keys(s.scheduler.prefix_hashes_for_tokens(stored)))
+    run_scattered_prompt(s)
+    assert s.scheduler.num_retractions() == 1
+    s.succeed("long")
+    s.start("stored", stored)
+    step = s.plan()
+    assert (step.ids, step.prefixes, step.inputs) == (["stored"], [4], [1])
+    (load,) = load_backs(step)
+    assert all(transfer.from_storage for transfer in load.transfers)

@@ -17,10 +17,10 @@ class TierWorkload(Workload):
     ) -> None:
         fields |= {"num_host_pages": host + 1, "enable_l3_storage": storage}
         super().__init__(groups, usable, seed, **fields)
-        self.tiers = TieredDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
+        self.device = TieredDevice(groups, P, self.width, lambda: self.random.randint(1, self.width))
+        self.tiers = self.device.tiers
         self.tiers.fails = lambda: self.random.random() < self.failure_rate
         self.tiers.backs_up = storage
-        self.device = self.tiers
         self.storage = storage
         self.patience = 6  # rounds that a copy may take
         self.failure_rate = 0.0

@@ -44,8 +44,10 @@ class Checkpoint:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype that the weights were saved in, as `config.json` says."""
-        name = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"
+        """The dtype that the weights were saved in, as `config.json` says; of its text part where it has parts."""
+        parts = (self.hf_config, self.hf_config.get("text_config") or {})
+        names = (part.get(field) for part in parts for field in ("dtype", "torch_dtype"))
+        name = next(filter(None, names), "float32")
         if name not in _SERVED_DTYPES:
             raise CheckpointError(f"{self.name}: dtype {name!r} is not supported (served: {', '.join(_SERVED_DTYPES)})")
         return jnp.dtype(name)
