@@ -44,7 +44,7 @@ def decayed_products(
     if size == 1:
         products = jnp.sum(rows * columns, axis=-1, keepdims=True)
         return DecayedProducts(products, log_decay, jnp.zeros_like(log_decay))
-    inner = decayed_products(*(_halves(x) for x in (rows, columns, log_decay)), precision)
+    inner = decayed_products(*(_halves(x) for x in (rows, columns, log_decay)), precision=precision)
     first, second = (DecayedProducts(*(_half(x, index) for x in inner)) for index in (0, 1))
     late = rows[..., size // 2 :, :] * jnp.exp(second.to_token)
     early = columns[..., : size // 2, :] * jnp.exp(first.to_end)
@@ -69,8 +69,8 @@ def decays(log_decay: Float[Array, "... batch size"]) -> DecayedProducts:
 def unit_lower_inverse(a: Float[Array, "... batch size size"]) -> Float[Array, "... batch size size"]:
     """Inverse of I + (a below its diagonal), by blocks of a power of two: forward substitution in matrix products."""
     size = a.shape[-1]
-    if size == 1:
-        return jnp.ones_like(a)
+    if size == 2:
+        return jnp.eye(2, dtype=a.dtype) - jnp.tril(a, -1)
     half = size // 2
     blocks = jnp.stack([a[..., :half, :half], a[..., half:, half:]], axis=-3)
     inner = unit_lower_inverse(blocks.reshape(*a.shape[:-3], -1, half, half))

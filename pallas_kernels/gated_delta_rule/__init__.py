@@ -16,12 +16,14 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     choose_implementation,
+    hopper_refusal,
 )
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
 __all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step"]
 
-NO_KERNEL = "there is no kernel for it"
+NO_KERNEL = "chunks have no kernel of their own"
 
 
 class DeltaRuleInputs(NamedTuple):
@@ -78,12 +80,21 @@ def gated_delta_rule_step(
 
     Args:
         source_blocks: 0 or below reads zeros (a row without history).
-        target_blocks: 0 or below stores nothing (a padding row). A block may be its row's source and target.
+        target_blocks: 0 or below stores nothing (a padding row, whose output means nothing but is finite for finite
+            inputs). A block may be its row's source and target.
+        implementation: None takes the fastest that serves the call.
+
+    Raises:
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     check_delta_rule(inputs, states.shape)
     check_implementation(implementation)
-    implementation = choose_implementation(implementation, NO_KERNEL)
-    functions = {"reference": gated_delta_rule_step_reference, "xla": gated_delta_rule_step_xla}
+    implementation = choose_implementation(implementation, hopper_refusal() or state_step_refusal(states))
+    functions = {
+        "reference": gated_delta_rule_step_reference,
+        "xla": gated_delta_rule_step_xla,
+        "mosaic": lambda inputs, *blocks: state_step_mosaic(*inputs, *blocks),
+    }
     with jax.named_scope("gated_delta_rule_step"):
         return functions[implementation](inputs, states, source_blocks, target_blocks)
 

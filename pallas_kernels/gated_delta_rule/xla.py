@@ -25,7 +25,7 @@ def gated_delta_rule_xla(
     """See `gated_delta_rule`."""
     precision = matmul_precision(inputs.v.dtype)
     return walk_chunks(
-        lambda chunk: delta_rule_terms(*chunk, precision), tuple(inputs), initial_states, rows, inputs.v.dtype
+        lambda chunk: delta_rule_terms(*chunk, precision=precision), tuple(inputs), initial_states, rows, inputs.v.dtype
     )
 
 

@@ -11,6 +11,7 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     choose_implementation,
+    hopper_refusal,
 )
 from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
     linear_attention_reference,
@@ -18,10 +19,11 @@ from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
 )
 from tokenspeed_jax.pallas_kernels.linear_attention.xla import linear_attention_step_xla, linear_attention_xla
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
 __all__ = ["LinearAttentionInputs", "linear_attention", "linear_attention_step"]
 
-NO_KERNEL = "there is no kernel for it"
+NO_KERNEL = "chunks have no kernel of their own"
 
 
 class LinearAttentionInputs(NamedTuple):
@@ -74,8 +76,12 @@ def linear_attention_step(
     """One token per row, states in place; blocks as in `gated_delta_rule_step`."""
     check_linear_attention(inputs, states.shape)
     check_implementation(implementation)
-    implementation = choose_implementation(implementation, NO_KERNEL)
-    functions = {"reference": linear_attention_step_reference, "xla": linear_attention_step_xla}
+    implementation = choose_implementation(implementation, hopper_refusal() or state_step_refusal(states))
+    functions = {
+        "reference": linear_attention_step_reference,
+        "xla": linear_attention_step_xla,
+        "mosaic": lambda inputs, *blocks: state_step_mosaic(*inputs, None, *blocks),
+    }
     with jax.named_scope("linear_attention_step"):
         return functions[implementation](inputs, states, source_blocks, target_blocks)
 

@@ -18,7 +18,11 @@ def linear_attention_xla(
     """See `linear_attention`."""
     precision = matmul_precision(inputs.v.dtype)
     return walk_chunks(
-        lambda chunk: linear_attention_terms(*chunk, precision), tuple(inputs), initial_states, rows, inputs.v.dtype
+        lambda chunk: linear_attention_terms(*chunk, precision=precision),
+        tuple(inputs),
+        initial_states,
+        rows,
+        inputs.v.dtype,
     )
 
 

@@ -33,7 +33,7 @@ def selective_scan_xla(
         here = jax.tree.map(chunks.part(i, 1).gather, tuple(inputs[:4]))
         outputs = []
         for token in range(CHUNK):
-            state, output = _token(state, *(x[0, token].astype(jnp.float32) for x in here), rate)
+            state, output = _token(state, *(x[0, token].astype(jnp.float32) for x in here), rate=rate)
             outputs.append(output)
         bodies = bodies.at[jnp.where(chunks.closes_body[i], row, rows.num_rows)].set(state, mode="drop")
         finals = finals.at[jnp.where(chunks.closes_row[i], row, rows.num_rows)].set(state, mode="drop")
