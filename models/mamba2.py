@@ -73,8 +73,8 @@ def _step_limits(limits: Any) -> tuple[float, float]:
     if limits is None:
         return 0.0, float("inf")
     try:
-        lowest, highest = (float(x.get("__float__") if isinstance(x, Mapping) else x) for x in limits)
-    except (TypeError, ValueError):
+        lowest, highest = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limits)
+    except (KeyError, TypeError, ValueError):
         lowest, highest = 1.0, 0.0
     if not 0 <= lowest <= highest:
         raise UnsupportedConfig(f"config.json: time_step_limit must be two numbers from 0 that rise, got {limits!r}")

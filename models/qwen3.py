@@ -59,7 +59,7 @@ def _windows(config: HfConfig, layers: int) -> tuple[int | None, ...]:
 class Qwen3Attention(nnx.Module):
     """Grouped-query attention; each query and key head is normed before it is rotated."""
 
-    def __init__(self, config: Qwen3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.spec = spec
         self.qkv = QKVLinear(config.hidden_size, spec, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(spec.head_dim, config.rms_norm_eps, dtype=dtype)

@@ -22,7 +22,7 @@ def causal_convolution_xla(
     tokens, width = x.shape[0], weight.shape[1]
     row = jnp.minimum(rows.row_of_token(tokens), rows.num_rows - 1)
     local = jnp.arange(tokens) - rows.starts[row]
-    total = 0.0 if bias is None else bias.astype(jnp.float32)
+    total = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
     for back in range(width - 1, -1, -1):
         earlier = jnp.pad(x, ((back, 0), (0, 0)))[:tokens]
         if back:
