@@ -260,7 +260,7 @@ class KimiLinear(CausalDecoder):
     def weight_map(config: KimiLinearConfig) -> tuple[WeightRule, ...]:
         """Where each parameter's values stand in a Hugging Face checkpoint."""
         rules = list(vocabulary_rules(config))
-        for spec in config.attention_layers():
+        for spec in config.layers:
             here, there = ("layers", spec.layer_id), f"model.layers.{spec.layer_id}"
             rules.append(same((*here, "mixer_norm", "weight"), f"{there}.input_layernorm.weight"))
             if isinstance(spec, RecurrentSpec):

@@ -1,20 +1,32 @@
 """The feed-forward block of mixture-of-experts models: every token through the few experts that its router chose."""
 
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.experts.activations import Activation, GatedActivation
+from tokenspeed_jax.pallas_kernels.experts.mosaic import expert_mlp_mosaic, mosaic_shape_refusal
 from tokenspeed_jax.pallas_kernels.experts.reference import expert_mlp_reference
 from tokenspeed_jax.pallas_kernels.experts.routing import RoutingRule, route
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import expert_mlp_xla
+from tokenspeed_jax.pallas_kernels.implementations import (
+    Implementation,
+    check_implementation,
+    choose_implementation,
+    hopper_refusal,
+)
 
-__all__ = ["Activation", "RoutingRule", "expert_mlp", "route"]
+__all__ = ["Activation", "RoutingRule", "expert_mlp", "mosaic_refusal", "route"]
 
-ExpertImplementation = Literal["reference", "xla"]
+
+def mosaic_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
+    """Why the kernel for Hopper GPUs cannot serve these experts on the default device; None when it can.
+
+    Args:
+        dtypes: of the tokens and of both weights.
+    """
+    return hopper_refusal() or mosaic_shape_refusal(hidden=hidden, inner=inner, dtypes=dtypes)
 
 
 def expert_mlp(
@@ -29,13 +41,13 @@ def expert_mlp(
     down_bias: Float[Array, "experts hidden"] | None = None,
     alpha: float | None = None,
     limit: float | None = None,
-    implementation: ExpertImplementation | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """out[t] = sum_j weights[t, j] (down[e] f(gate_up[e] x[t] + gate_up_bias[e]) + down_bias[e]), e = expert_ids[t, j].
 
     Products accumulate in float32, f is computed in float32 and rounded to x's dtype before `down`, and the sum runs in
-    float32 in the order of j. A token's result depends on no other token; what a padding token holds, NaN included,
-    stays in its own row.
+    float32 in the order of j, of choices that `mosaic` has rounded to x's dtype. A token's result depends on no other
+    token; what a padding token holds, NaN included, stays in its own row.
 
     Args:
         gate_up: the gate's rows first, then the up projection's.
@@ -47,18 +59,21 @@ def expert_mlp(
         In x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     function = GatedActivation(activation, alpha, limit)
     experts = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
-    if implementation is not None and implementation not in get_args(ExpertImplementation):
-        raise ValueError(
-            f"implementation must be None or one of {get_args(ExpertImplementation)}, got {implementation!r}"
-        )
+    check_implementation(implementation)
     _check_shapes(x, experts, expert_ids, weights)
-    functions = {"reference": expert_mlp_reference, "xla": expert_mlp_xla}
+    refusal = mosaic_refusal(
+        hidden=x.shape[1],
+        inner=down.shape[2],
+        dtypes={x.dtype.name, gate_up.dtype.name, down.dtype.name},
+    )
+    implementation = choose_implementation(implementation, refusal)
+    functions = {"reference": expert_mlp_reference, "xla": expert_mlp_xla, "mosaic": expert_mlp_mosaic}
     with jax.named_scope("expert_mlp"):
-        return functions[implementation or "xla"](x, experts, expert_ids, weights, function)
+        return functions[implementation](x, experts, expert_ids, weights, function)
 
 
 def _check_shapes(x: jax.Array, experts: ExpertWeights, expert_ids: jax.Array, weights: jax.Array) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 
 MIN_TILE_ROWS = 8
 MAX_TILE_ROWS = 128
+PAIRWISE_CHOICES = 512  # up to here comparing all pairs of choices costs less than a sort
 
 
 class ExpertTiles(NamedTuple):
@@ -35,22 +36,32 @@ class ExpertTiles(NamedTuple):
 
     @classmethod
     def of(cls, expert_ids: Int[Array, "tokens top_k"], num_experts: int, tile_rows: int) -> "ExpertTiles":
-        """Sorts the choices; within an expert they keep the tokens' order."""
+        """Places the choices expert by expert; within an expert they keep the tokens' order."""
         tokens, top_k = expert_ids.shape
         flat = expert_ids.reshape(-1)
         tiles = tile_capacity(tokens * top_k, num_experts, tile_rows)
-        counts = jnp.zeros((num_experts,), jnp.int32).at[flat].add(1)
+        counts = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
         tile_ends = jnp.cumsum(-(-counts // tile_rows))
-        first_slots = jnp.concatenate([jnp.zeros((1,), jnp.int32), tile_ends[:-1] * tile_rows])
-        order = jnp.argsort(flat, stable=True)
-        rank = jnp.arange(flat.size) - (jnp.cumsum(counts) - counts)[flat[order]]
-        slot_of_sorted = first_slots[flat[order]] + rank
-        slot_of_choice = jnp.zeros((flat.size,), jnp.int32).at[order].set(slot_of_sorted)
-        token_of_slot = jnp.zeros((tiles * tile_rows,), jnp.int32).at[slot_of_sorted].set(order // top_k)
+        first_slots = (tile_ends - (-(-counts // tile_rows))) * tile_rows
+        slot_of_choice = first_slots[flat] + _ranks(flat, counts)
+        token_of_slot = (
+            jnp.zeros((tiles * tile_rows,), jnp.int32).at[slot_of_choice].set(jnp.arange(flat.size) // top_k)
+        )
         num_live = tile_ends[-1]
         live_tile = jnp.minimum(jnp.arange(tiles), num_live - 1)
-        expert_of_tile = jnp.searchsorted(tile_ends, live_tile, side="right")
+        expert_of_tile = jnp.searchsorted(tile_ends, live_tile, side="right", method="compare_all")
         return cls(expert_of_tile.astype(jnp.int32), token_of_slot, slot_of_choice.reshape(expert_ids.shape), num_live)
+
+
+def _ranks(flat: Int[Array, " choices"], counts: Int[Array, " experts"]) -> Int[Array, " choices"]:
+    """How many earlier choices each choice's expert has."""
+    places = jnp.arange(flat.size)
+    if flat.size <= PAIRWISE_CHOICES:
+        earlier = (flat[None, :] == flat[:, None]) & (places[None, :] < places[:, None])
+        return jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    order = jnp.argsort(flat, stable=True)
+    ranks = places - (jnp.cumsum(counts) - counts)[flat[order]]
+    return jnp.zeros_like(ranks).at[order].set(ranks)
 
 
 def tile_capacity(choices: int, num_experts: int, tile_rows: int) -> int:
@@ -59,9 +70,9 @@ def tile_capacity(choices: int, num_experts: int, tile_rows: int) -> int:
     return min(choices, (choices + chosen * (tile_rows - 1)) // tile_rows)
 
 
-def tile_rows_for(choices: int, num_experts: int) -> int:
-    """A tile's rows for a step of so many choices: an even load fills one tile an expert."""
+def tile_rows_for(choices: int, num_experts: int, *, headroom: int = 1) -> int:
+    """A tile's rows for a step of so many choices: one tile holds `headroom` times an even load, within the bounds."""
     rows = MIN_TILE_ROWS
-    while rows < MAX_TILE_ROWS and rows * num_experts < choices:
+    while rows < MAX_TILE_ROWS and rows * num_experts < headroom * choices:
         rows *= 2
     return rows

@@ -11,9 +11,17 @@ from tokenspeed_jax.pallas_kernels.gated_delta_rule.reference import (
     gated_delta_rule_reference,
     gated_delta_rule_step_reference,
 )
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import gated_delta_rule_step_xla, gated_delta_rule_xla
+from tokenspeed_jax.pallas_kernels.implementations import (
+    Implementation,
+    check_implementation,
+    choose_implementation,
+)
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 
 __all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step"]
+
+NO_KERNEL = "there is no kernel for it"
 
 
 class DeltaRuleInputs(NamedTuple):
@@ -39,15 +47,23 @@ def gated_delta_rule(
     inputs: DeltaRuleInputs,
     initial_states: Float[Array, "rows heads value_dim key_dim"],
     rows: RecurrentRows,
+    *,
+    implementation: Implementation | None = None,
 ) -> RecurrentResult:
     """The recurrence over each row's tokens, float32 inside; outputs `[tokens, heads, value_dim]` in v's dtype.
 
+    Args:
+        implementation: None takes the fastest that serves the call.
+
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     check_delta_rule(inputs, initial_states.shape[1:])
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": gated_delta_rule_reference, "xla": gated_delta_rule_xla}
     with jax.named_scope("gated_delta_rule"):
-        return gated_delta_rule_reference(inputs, initial_states, rows)
+        return functions[implementation](inputs, initial_states, rows)
 
 
 def gated_delta_rule_step(
@@ -55,6 +71,8 @@ def gated_delta_rule_step(
     states: BlockView,
     source_blocks: Int[Array, " tokens"],
     target_blocks: Int[Array, " tokens"],
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens heads value_dim"], BlockView]:
     """One token per row, states read from `source_blocks` and stored to `target_blocks` in place.
 
@@ -63,8 +81,11 @@ def gated_delta_rule_step(
         target_blocks: 0 or below stores nothing (a padding row). A block may be its row's source and target.
     """
     check_delta_rule(inputs, states.shape)
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": gated_delta_rule_step_reference, "xla": gated_delta_rule_step_xla}
     with jax.named_scope("gated_delta_rule_step"):
-        return gated_delta_rule_step_reference(inputs, states, source_blocks, target_blocks)
+        return functions[implementation](inputs, states, source_blocks, target_blocks)
 
 
 def check_delta_rule(inputs: DeltaRuleInputs, state_shape: tuple[int, ...]) -> None:

@@ -7,13 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.implementations import (
+    Implementation,
+    check_implementation,
+    choose_implementation,
+)
 from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
     linear_attention_reference,
     linear_attention_step_reference,
 )
+from tokenspeed_jax.pallas_kernels.linear_attention.xla import linear_attention_step_xla, linear_attention_xla
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 
 __all__ = ["LinearAttentionInputs", "linear_attention", "linear_attention_step"]
+
+NO_KERNEL = "there is no kernel for it"
 
 
 class LinearAttentionInputs(NamedTuple):
@@ -36,15 +44,23 @@ def linear_attention(
     inputs: LinearAttentionInputs,
     initial_states: Float[Array, "rows heads value_dim key_dim"],
     rows: RecurrentRows,
+    *,
+    implementation: Implementation | None = None,
 ) -> RecurrentResult:
     """The recurrence over each row's tokens, float32 inside; outputs `[tokens, heads, value_dim]` in v's dtype.
 
+    Args:
+        implementation: None takes the fastest that serves the call.
+
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     check_linear_attention(inputs, initial_states.shape[1:])
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": linear_attention_reference, "xla": linear_attention_xla}
     with jax.named_scope("linear_attention"):
-        return linear_attention_reference(inputs, initial_states, rows)
+        return functions[implementation](inputs, initial_states, rows)
 
 
 def linear_attention_step(
@@ -52,11 +68,16 @@ def linear_attention_step(
     states: BlockView,
     source_blocks: Int[Array, " tokens"],
     target_blocks: Int[Array, " tokens"],
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens heads value_dim"], BlockView]:
     """One token per row, states in place; blocks as in `gated_delta_rule_step`."""
     check_linear_attention(inputs, states.shape)
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": linear_attention_step_reference, "xla": linear_attention_step_xla}
     with jax.named_scope("linear_attention_step"):
-        return linear_attention_step_reference(inputs, states, source_blocks, target_blocks)
+        return functions[implementation](inputs, states, source_blocks, target_blocks)
 
 
 def check_linear_attention(inputs: LinearAttentionInputs, state_shape: tuple[int, ...]) -> None:

@@ -6,13 +6,21 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.implementations import (
+    Implementation,
+    check_implementation,
+    choose_implementation,
+)
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 from tokenspeed_jax.pallas_kernels.selective_scan.reference import (
     selective_scan_reference,
     selective_scan_step_reference,
 )
+from tokenspeed_jax.pallas_kernels.selective_scan.xla import selective_scan_step_xla, selective_scan_xla
 
 __all__ = ["SelectiveScanInputs", "selective_scan", "selective_scan_step"]
+
+NO_KERNEL = "there is no kernel for it"
 
 
 class SelectiveScanInputs(NamedTuple):
@@ -34,16 +42,26 @@ class SelectiveScanInputs(NamedTuple):
 
 
 def selective_scan(
-    inputs: SelectiveScanInputs, initial_states: Float[Array, "rows channels states"], rows: RecurrentRows
+    inputs: SelectiveScanInputs,
+    initial_states: Float[Array, "rows channels states"],
+    rows: RecurrentRows,
+    *,
+    implementation: Implementation | None = None,
 ) -> RecurrentResult:
     """The recurrence over each row's tokens, float32 inside; outputs `[tokens, channels]` in x's dtype.
 
+    Args:
+        implementation: None takes the fastest that serves the call.
+
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; an implementation that is unknown or, with the reason, cannot serve.
     """
     check_selective_scan(inputs, initial_states.shape[1:])
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": selective_scan_reference, "xla": selective_scan_xla}
     with jax.named_scope("selective_scan"):
-        return selective_scan_reference(inputs, initial_states, rows)
+        return functions[implementation](inputs, initial_states, rows)
 
 
 def selective_scan_step(
@@ -51,11 +69,16 @@ def selective_scan_step(
     states: BlockView,
     source_blocks: Int[Array, " tokens"],
     target_blocks: Int[Array, " tokens"],
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens channels"], BlockView]:
     """One token per row, states in place; blocks as in `gated_delta_rule_step`."""
     check_selective_scan(inputs, states.shape)
+    check_implementation(implementation)
+    implementation = choose_implementation(implementation, NO_KERNEL)
+    functions = {"reference": selective_scan_step_reference, "xla": selective_scan_step_xla}
     with jax.named_scope("selective_scan_step"):
-        return selective_scan_step_reference(inputs, states, source_blocks, target_blocks)
+        return functions[implementation](inputs, states, source_blocks, target_blocks)
 
 
 def check_selective_scan(inputs: SelectiveScanInputs, state_shape: tuple[int, ...]) -> None:

@@ -253,17 +253,16 @@ def step_program(arena: CacheArena, *, ordered: bool = True):
 
     def step(planes: dict, tables: dict, starts: jax.Array, kv_lens: jax.Array, values: jax.Array) -> tuple:
         planes = dict(planes)
-        pages = router.expand(tables)
-        rows, positions = extend_span(starts, kv_lens, values.shape[0])
+        routed = router.route(tables, *extend_span(starts, kv_lens, values.shape[0]))
         total = jnp.bfloat16(0)
         for layer in bindings:
-            slots = router.write_locations(pages, layer, rows=rows, positions=positions)
+            slots = routed.write_locations(layer)
             read = jnp.bfloat16(0)
             for field_id in (layer.field("k"), layer.field("v")):
                 stored = values + jnp.minimum(total, 1) if ordered else values
                 view = arena.page_view(planes, field_id, 4).write(slots, stored)
                 planes[arena.plane_of(field_id)] = view.plane
-                read += view.take(pages[layer.group_id][:, 0]).max()
+                read += view.take(routed.page_tables[layer.group_id][:, 0]).max()
             total += read
         return planes, total
 

@@ -156,9 +156,8 @@ def test_padded_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> Non
 
     @jax.jit
     def step(tables: dict, kv_lens: jax.Array) -> tuple:
-        pages = it.expand(tables)
-        rows, positions = decode_window(kv_lens)
-        return pages, [it.write_locations(pages, layer, rows=rows, positions=positions) for layer in (full, sliding)]
+        routed = it.route(tables, *decode_window(kv_lens))
+        return routed.page_tables, [routed.write_locations(layer) for layer in (full, sliding)]
 
     pages, slots = step(padded, jnp.array([300, 10, 0]))
     np.testing.assert_array_equal(pages["full"], [[*row, 0] for row in T4_PAGES])
@@ -196,7 +195,7 @@ def test_tables_the_device_could_not_refuse_are_refused_on_the_host(tables: dict
 
 def test_a_missing_group_is_refused_while_tracing() -> None:
     with pytest.raises(ValueError, match="sliding"):
-        router().expand({"full": jnp.zeros((1, 4), jnp.int32)})
+        router().route({"full": jnp.zeros((1, 4), jnp.int32)}, jnp.zeros(1, int), jnp.zeros(1, int))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_decode_equals_the_reference(heads):
     np.testing.assert_array_equal(np.asarray(out[0], np.float32), 0.0)
 
 
-@pytest.mark.parametrize("dims", [(256, 64), (384, 128), (512, 0)], ids=str)
+@pytest.mark.parametrize("dims", [(256, 64), (384, 128), (128, 64)], ids=str)
 def test_decode_of_other_rows_equals_the_reference(dims):
     latent_dim, rope_dim = dims
     problem = problem_for(16, [(1, 300), (1, 65)], latent_dim=latent_dim, rope_dim=rope_dim)

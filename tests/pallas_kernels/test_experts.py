@@ -20,15 +20,17 @@ def problem(seed=0, *, tokens=40, top_k=2, num_experts=8, load="even", dtype=jnp
     )  # fmt: skip
 
 
+compiled_mlp = jax.jit(expert_mlp, static_argnames=("activation", "alpha", "limit", "implementation"))
+
+
 def run(problem, implementation=None, **options):
-    function = jax.jit(lambda arguments: expert_mlp(*arguments, implementation=implementation, **options))
-    return function(problem.arguments())
+    return compiled_mlp(*problem.arguments(), implementation=implementation, **options)
 
 
 @given(
     seed=st.integers(0, 1000),
-    tokens=st.sampled_from([1, 7, 64, 129]),
-    shape=st.sampled_from([(1, 1), (1, 3), (2, 8), (8, 8), (4, 64)]),
+    tokens=st.sampled_from([1, 600]),
+    shape=st.sampled_from([(1, 1), (2, 8), (4, 64)]),
     load=st.sampled_from(["even", "one", "few"]),
 )
 @settings(max_examples=20, deadline=None)
@@ -91,32 +93,43 @@ def test_gradients_reach_tokens_weights_and_experts():
 
 
 def test_memory_does_not_grow_with_tokens_times_experts():
-    case = problem(tokens=256, top_k=2, num_experts=64)
+    case = problem(tokens=1024, top_k=2, num_experts=64)
     compiled = jax.jit(lambda arguments: expert_mlp(*arguments)).lower(case.arguments()).compile()
-    every_expert = 256 * 64 * 2 * 16 * 4
+    every_expert = 1024 * 64 * 2 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < every_expert / 4
 
 
-@given(seed=st.integers(0, 1000), load=st.sampled_from(["even", "one", "few"]), rows=st.sampled_from([1, 8, 16]))
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.sampled_from([21, 600]),
+    load=st.sampled_from(["even", "one", "few"]),
+    rows=st.sampled_from([1, 8, 16]),
+)
 @settings(max_examples=30, deadline=None)
-def test_tiles_hold_every_choice_once_and_one_expert_each(seed, load, rows):
-    case = problem(seed, tokens=21, top_k=2, load=load)
+def test_tiles_hold_every_choice_once_and_one_expert_each(seed, tokens, load, rows):
+    case = problem(seed, tokens=tokens, load=load)
     tiles = ExpertTiles.of(case.expert_ids, 8, rows)
     slots = np.asarray(tiles.slot_of_choice)
     assert len(np.unique(slots)) == slots.size
     np.testing.assert_array_equal(np.asarray(tiles.expert_of_tile)[slots // rows], case.expert_ids)
-    np.testing.assert_array_equal(np.asarray(tiles.token_of_slot)[slots], np.arange(21)[:, None] + np.zeros((1, 2)))
+    np.testing.assert_array_equal(np.asarray(tiles.token_of_slot)[slots], np.arange(tokens)[:, None] + np.zeros((1, 2)))
     counts = np.bincount(np.asarray(case.expert_ids).reshape(-1), minlength=8)
-    assert int(tiles.num_live) == sum(-(-counts // rows)) <= tile_capacity(42, 8, rows) == len(tiles.expert_of_tile)
+    assert (
+        int(tiles.num_live)
+        == sum(-(-counts // rows))
+        <= tile_capacity(2 * tokens, 8, rows)
+        == len(tiles.expert_of_tile)
+    )
     order = np.argsort(slots.reshape(-1))
     chosen = np.asarray(case.expert_ids).reshape(-1)[order]
-    assert (np.diff(chosen * 100 + order // 2) >= 0).all()  # by expert, and by token within one
+    assert (np.diff(chosen * 1000 + order // 2) >= 0).all()  # by expert, and by token within one
 
 
 def test_tiles_grow_with_the_load():
     assert tile_rows_for(16, 128) == 8
     assert tile_rows_for(512 * 8, 128) == 32
     assert tile_rows_for(8192 * 8, 128) == 128
+    assert tile_rows_for(512 * 8, 128, headroom=2) == 64
 
 
 @pytest.mark.parametrize(("gate", "up", "expected"), [(1, 2, 2.537387), (10, -9, -41.999719), (-3, 0.5, -0.027107)])

@@ -62,13 +62,11 @@ class PagedStep:
         self._router = router
         self._bindings = bindings
         self._states = states
-        self._rows = rows
-        self._positions = positions
         self._query_starts = query_starts
         self._recurrent_rows = None if query_starts is None else RecurrentRows(query_starts, body_lengths)
         self._kv_lens = kv_lens
         self._implementation: Implementation | None = implementation
-        self._page_tables = router.expand(tables)
+        self._routed = router.route(tables, rows, positions, implementation=implementation)
 
     def attend(
         self,
@@ -80,10 +78,10 @@ class PagedStep:
     ) -> Float[Array, "tokens heads dim"]:
         """Stores `k` and `v` at their slots and attends `q`; see `models.attention.attend`."""
         binding = self._bindings[layer.layer_id]
-        slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
+        slots = self._routed.write_locations(binding)
         keys = self._store(binding.field("k"), binding, slots, k)
         values = self._store(binding.field("v"), binding, slots, v)
-        page_table = self._page_tables[binding.group_id]
+        page_table = self._routed.page_tables[binding.group_id]
         if self._query_starts is None:
             return decode_attention(
                 q,
@@ -120,14 +118,14 @@ class PagedStep:
     ) -> Float[Array, "tokens heads value_dim"]:
         """Stores `rows` at their slots and attends `q`; see `models.attention.attend_latent`."""
         binding = self._bindings[layer.layer_id]
-        slots = self._router.write_locations(self._page_tables, binding, rows=self._rows, positions=self._positions)
+        slots = self._routed.write_locations(binding)
         cached = self._store(binding.field("latent_kv"), binding, slots, rows[:, None])
         return attend_latent_pages(
             q,
             cached,
             expansion,
             layer,
-            self._page_tables[binding.group_id],
+            self._routed.page_tables[binding.group_id],
             self._query_starts,
             self._kv_lens,
             implementation=self._implementation,

@@ -6,6 +6,7 @@ groups it looks up, on the host, the three blocks that a row's state comes from 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Array, Int, Int32
@@ -13,7 +14,8 @@ from jaxtyping import Array, Int, Int32
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
 from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up, state_groups
-from tokenspeed_jax.pallas_kernels.table_expansion import expand_block_table, position_slots
+from tokenspeed_jax.pallas_kernels.implementations import Implementation
+from tokenspeed_jax.pallas_kernels.table_expansion import TableGeometry, expand_tables
 from tokenspeed_jax.recipes.spec import require_positive_int
 
 
@@ -161,46 +163,56 @@ class CacheGroupRouter:
         if table.size and (int(table.min()) < -1 or int(table.max()) >= count):
             raise ValueError(f"{where} holds ids in [{table.min()}, {table.max()}], allowed are -1 to {count - 1}")
 
-    def expand(
+    def route(
         self,
         tables: Mapping[str, Int[Array, "rows columns"]],
-        actual_rows: Int[Array, ""] | int | None = None,
-    ) -> dict[str, Int[Array, "rows pages"]]:
-        """Kernel page ids of every routed group; inside the step. Page 0 is a hole or padding.
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> "RoutedStep":
+        """Kernel page tables and write slots of every history group, all by one launch; inside the step.
 
         Args:
             tables: as `host_tables` gives them (0 and -1 are both taken as holes).
-            actual_rows: live rows, if rows beyond them may hold anything; None takes all rows as they are.
+            rows, positions: table row of each of the step's tokens and its position in its sequence, as
+                `write_locations.decode_window` and `.extend_span` give them; padding tokens have row -1, or a row
+                whose table is empty.
+            implementation: None takes the fastest that serves the call.
         """
         missing = [group_id for group_id in self.group_ids if group_id not in tables]
         if missing:
             raise ValueError(f"the step has no block table for cache groups {', '.join(missing)}")
-        return {
-            group_id: expand_block_table(
-                tables[group_id],
-                self._pages_per_block[group_id],
-                self._columns[group_id] * self._pages_per_block[group_id],
-                actual_rows,
-            )
-            for group_id in self.group_ids
-        }
+        if not self.group_ids:
+            return RoutedStep({}, {})
+        geometries = [TableGeometry(self._pages_per_block[name], self._page_size[name]) for name in self.group_ids]
+        expanded = expand_tables(
+            [tables[group_id] for group_id in self.group_ids],
+            geometries,
+            rows,
+            positions,
+            implementation=implementation,
+        )
+        return RoutedStep(
+            dict(zip(self.group_ids, expanded.page_tables, strict=True)),
+            dict(zip(self.group_ids, expanded.slots, strict=True)),
+        )
 
-    def write_locations(
-        self,
-        page_tables: Mapping[str, Int[Array, "rows pages"]],
-        layer: LayerBinding,
-        *,
-        rows: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-    ) -> Int[Array, " tokens"]:
+
+@dataclass(frozen=True)
+class RoutedStep:
+    """What the history groups of one step's tables became.
+
+    Attributes:
+        page_tables: kernel page ids of each row, per group. Page 0 is a hole or padding.
+    """
+
+    page_tables: Mapping[str, Int[Array, "rows pages"]]
+    _slots: Mapping[str, Int[Array, " tokens"]]
+
+    def write_locations(self, layer: LayerBinding) -> Int[Array, " tokens"]:
         """Slot of each of the step's tokens in the layer's group; 0 where nothing may be written.
 
-        The only accessor of slots. `write_locations.decode_window` and `.extend_span` give rows and positions of the
-        two kinds of steps; a mixed step is an extend span whose decode rows have one new token.
-
-        Args:
-            page_tables: what `expand` returned.
-            rows: table row of each token; padding tokens have -1, or a row whose table is empty.
-            positions: position of each token in its sequence.
+        The only accessor of slots.
         """
-        return position_slots(page_tables[layer.group_id], rows, positions, self._page_size[layer.group_id])
+        return self._slots[layer.group_id]

@@ -79,6 +79,8 @@ class ModelSource:
             ConfigError: `dtype` asks for another dtype than the model has.
         """
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model)) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+        # Some families keep a few parameters in float32, whatever the model computes in.
+        dtypes = dtypes - {jnp.dtype("float32")} or dtypes
         if len(dtypes) != 1:
             raise ConfigError(f"the model's parameters must have one float dtype, got {sorted(map(str, dtypes))}")
         dtype = jnp.dtype(dtypes.pop())

@@ -1,0 +1,341 @@
+"""The experts' products for Hopper GPUs, written with Mosaic GPU: two grouped products over tiles of one expert each.
+
+    grid: one persistent block per multiprocessor; its items are (tile, block of output columns), columns fastest
+
+    loader warpgroup                 shared memory                       compute warpgroups (1, or 2 of 64 rows)
+    ----------------                 -------------                       ---------------------------------------
+    expert <- expert_of_tile
+    waits free[slot] (all)
+    x[tile rows, chunk] -- TMA ----> x[slot] [64 a warpgroup, 64] ---->  waits ready[slot]
+    w[expert, columns, chunk] TMA -> w[slot] [2, columns, 64] -------->  acc_i += x w_i^T (wgmma), twice
+    ... next chunk, next slot;                                           one product in flight; arrives free[slot]
+    then the next item, while
+    the last one is stored           out [64, columns] <-- registers     activation(acc_0, acc_1) or both, rounded
+                                     out ------------- TMA ----------->  result[tile rows, columns]
+
+The first product's two weight blocks are the same columns of gate and up, so that the activation needs no other block
+and its inputs never leave the registers; the second product's are neighbours. XLA sorts the tokens into tiles before
+(`tiles.py`) and sums each token's choices after. A tile has room for twice an even load, from 8 to 128 rows: the
+matrix units take 64 in any case, and what they compute of rows that no copy filled is not stored. With few tokens the
+time is that of reading the weights, once for each tile, and no expert without a tile is read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
+from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, tile_rows_for
+from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
+from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
+
+CHUNK = 64  # input channels per stage: one 128-byte swizzle of 16-bit values
+MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the number of blocks depends on it
+SHARED_BYTES = 226 * 1024  # of a multiprocessor, without what barriers take
+MAX_STAGES = 8
+COLUMN_BLOCKS = ((2, 128), (1, 192), (2, 64), (1, 64))  # of a plain product: weight blocks, columns of each
+
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductTiling:
+    """How one grouped product is cut.
+
+    Attributes:
+        rows: of a tile; above 64, 64 for each compute warpgroup.
+        weight_blocks: products per item, each of its own columns of the weights.
+        columns: of one weight block.
+        stages: chunks of input channels in flight.
+    """
+
+    rows: int
+    weight_blocks: int
+    columns: int
+    stages: int
+
+    @classmethod
+    def choose(cls, rows: int, outputs: int, *, gated: bool, tiles: int) -> "ProductTiling":
+        """The widest blocks that divide the outputs and still occupy the GPU, with all stages that fit.
+
+        Args:
+            outputs: columns of the result.
+            tiles: how many tiles there are at most.
+        """
+        fitting = [
+            (count, columns)
+            for count, columns in COLUMN_BLOCKS
+            if (not gated or count == 2) and outputs % (columns if gated else count * columns) == 0
+        ]
+
+        def items(block: tuple[int, int]) -> int:
+            return tiles * outputs // (block[1] if gated else block[0] * block[1])
+
+        count, columns = next((block for block in fitting if items(block) >= MULTIPROCESSORS), fitting[-1])
+        warpgroups = -(-rows // blocks.ROWS)
+        stage = 2 * CHUNK * (warpgroups * blocks.ROWS + count * columns)
+        out = 2 * warpgroups * blocks.ROWS * columns
+        return cls(rows, count, columns, min(MAX_STAGES, (SHARED_BYTES - out) // stage))
+
+    @property
+    def warpgroups(self) -> int:
+        """Compute warpgroups of a block."""
+        return -(-self.rows // blocks.ROWS)
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a tile that one warpgroup stores."""
+        return min(self.rows, blocks.ROWS)
+
+
+def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
+    """Why the kernel cannot serve these experts on any GPU; None when it can."""
+    if len(dtypes) > 1:
+        return f"tokens and weights have different dtypes: {', '.join(sorted(dtypes))}"
+    dtype = jnp.dtype(next(iter(dtypes)))
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype.name} is neither bfloat16 nor float16, which the matrix units take"
+    for name, size in (("hidden", hidden), ("inner", inner)):
+        if size % CHUNK:
+            return f"{name} size {size} is no multiple of {CHUNK}"
+    return None
+
+
+def expert_mlp_mosaic(
+    x: Float[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "tokens top_k"],
+    expert_weights: Float[Array, "tokens top_k"],
+    activation: GatedActivation,
+    *,
+    interpret: Any = None,
+) -> Float[Array, "tokens hidden"]:
+    """See `expert_mlp`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU. Each choice is rounded to x's dtype."""
+    return _expert_mlp(activation, interpret, x, weights, expert_ids, expert_weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _expert_mlp(
+    activation: GatedActivation,
+    interpret: Any,
+    x: Float[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "tokens top_k"],
+    expert_weights: Float[Array, "tokens top_k"],
+) -> Float[Array, "tokens hidden"]:
+    num_experts = weights.gate_up.shape[0]
+    rows = tile_rows_for(expert_ids.size, num_experts, headroom=2)  # a second tile would read the weights again
+    tiles = ExpertTiles.of(expert_ids, num_experts, rows)
+    x_tiles, gate_up_bias = x[tiles.token_of_slot], weights.gate_up_bias
+    inner = grouped_product(x_tiles, weights.gate_up, gate_up_bias, tiles, rows, activation, interpret=interpret)
+    y = grouped_product(inner, weights.down, weights.down_bias, tiles, rows, None, interpret=interpret)
+    return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
+
+
+def _forward(activation: GatedActivation, interpret: Any, *arguments: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _expert_mlp(activation, interpret, *arguments), arguments
+
+
+def _backward(activation: GatedActivation, interpret: Any, arguments: tuple[Any, ...], gradient: Array) -> Any:
+    """Through the portable form, which computes the same."""
+    del interpret
+    x, weights, expert_ids, expert_weights = arguments
+    _, pull = jax.vjp(lambda x, w, e: expert_mlp_xla(x, w, expert_ids, e, activation), x, weights, expert_weights)
+    of_x, of_weights, of_expert_weights = pull(gradient)
+    return of_x, of_weights, None, of_expert_weights
+
+
+_expert_mlp.defvjp(_forward, _backward)
+
+
+def grouped_product(
+    x: Float[Array, "slots channels"],
+    weights: Float[Array, "experts out channels"],
+    bias: Float[Array, "experts out"] | None,
+    tiles: ExpertTiles,
+    rows: int,
+    activation: GatedActivation | None,
+    *,
+    interpret: Any = None,
+) -> Float[Array, "slots columns"]:
+    """Each tile's rows times its expert's weights, plus its bias; rows of dead tiles stay undefined.
+
+    With an activation the first half of `out` are gates, the second ups, and `columns` is half of `out`.
+    """
+    gated = activation is not None
+    outputs = weights.shape[1] // 2 if gated else weights.shape[1]
+    tiling = ProductTiling.choose(rows, outputs, gated=gated, tiles=tiles.expert_of_tile.size)
+    width = tiling.columns * (1 if gated else tiling.weight_blocks)
+    scratch = {
+        "x_smem": blocks.swizzled(tiling.stages, tiling.warpgroups, blocks.ROWS, CHUNK, dtype=x.dtype),
+        "w_smem": blocks.swizzled(tiling.stages, tiling.weight_blocks, tiling.columns, CHUNK, dtype=x.dtype),
+        "out_smem": blocks.swizzled(tiling.warpgroups, blocks.ROWS, tiling.columns, dtype=x.dtype),
+        "ready": plgpu.Barrier(num_arrivals=tiling.warpgroups + tiling.weight_blocks, num_barriers=tiling.stages),
+        "free": plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
+    }
+    items = tiles.expert_of_tile.size * (outputs // width)
+    kernel = plgpu.kernel(
+        functools.partial(_block, tiling=tiling, activation=activation),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
+        scratch_types=scratch,
+        grid=(min(MULTIPROCESSORS, items),),
+        grid_names=("block",),
+        num_threads=tiling.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="experts_gate_up" if gated else "experts_down",
+    )
+    biases = () if bias is None else (bias,)
+    return kernel(x, weights, tiles.expert_of_tile, tiles.num_live.reshape(1), *biases)
+
+
+def _block(
+    x_ref: Ref,
+    w_ref: Ref,
+    expert_ref: Ref,
+    live_ref: Ref,
+    *bias_and_out_ref: Ref,
+    tiling: ProductTiling,
+    activation: GatedActivation | None,
+    **scratch: Ref,
+) -> None:
+    *bias_refs, out_ref = bias_and_out_ref
+    block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
+    warpgroup = lax.axis_index("warpgroup")
+    width = tiling.columns * (tiling.weight_blocks if activation is None else 1)
+    column_blocks = out_ref.shape[1] // width
+    items = lax.div(live_ref[0] * column_blocks - block + (num_blocks - 1), num_blocks)
+
+    def place(item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tile and first output column."""
+        number = block + item * num_blocks
+        return lax.div(number, column_blocks), lax.rem(number, column_blocks) * width
+
+    # Rows of the weights from an item's first weight block to its second.
+    second = w_ref.shape[1] // 2 if activation is not None else tiling.columns
+
+    def add_bias(products: tuple[jax.Array, ...], item: jax.Array) -> tuple[jax.Array, ...]:
+        if not bias_refs:
+            return products
+        tile, column = place(item)
+        bias_ref = bias_refs[0].at[expert_ref[tile]]
+
+        def of_block(i: int) -> jax.Array:
+            columns = bias_ref.at[pl.ds(column + i * second, tiling.columns)]
+            return blocks.gpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
+
+        return tuple(
+            product + lax.broadcast_in_dim(of_block(i), product.shape, [1]) for i, product in enumerate(products)
+        )
+
+    @pl.when(warpgroup < tiling.warpgroups)
+    def _compute() -> None:
+        if tiling.warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
+        _multiply(x_ref.shape[1] // CHUNK, out_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
+
+    @pl.when(warpgroup == tiling.warpgroups)
+    def _load() -> None:
+        if tiling.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        _load_chunks(x_ref, w_ref, expert_ref, items, place, second, tiling, scratch)
+
+
+def _load_chunks(
+    x_ref: Ref,
+    w_ref: Ref,
+    expert_ref: Ref,
+    items: jax.Array,
+    place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    second: int,
+    tiling: ProductTiling,
+    scratch: dict[str, Ref],
+) -> None:
+    chunks = x_ref.shape[1] // CHUNK
+
+    @pl.loop(0, items)
+    def _item(item: jax.Array) -> None:
+        tile, column = place(item)
+        expert = expert_ref[tile]
+
+        @pl.loop(0, chunks)
+        def _chunk(chunk: jax.Array) -> None:
+            step = item * chunks + chunk
+            slot = lax.rem(step, tiling.stages)
+            ready = scratch["ready"].at[slot]
+            channels = pl.ds(chunk * CHUNK, CHUNK)
+            pl.when(step >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch["free"].at[slot]))
+            for i in range(tiling.weight_blocks):
+                weight_rows = pl.ds(column + i * second, tiling.columns)
+                plgpu.copy_gmem_to_smem(w_ref.at[expert, weight_rows, channels], scratch["w_smem"].at[slot, i], ready)
+            for i in range(tiling.warpgroups):
+                x_rows = pl.ds(tile * tiling.rows + i * blocks.ROWS, tiling.rows_each)
+                x_smem = scratch["x_smem"].at[slot, i, pl.ds(0, tiling.rows_each)]
+                plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready)
+
+    steps = items * chunks
+
+    @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
+    def _drain(step: jax.Array) -> None:
+        plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
+
+
+def _multiply(
+    chunks: int,
+    out_ref: Ref,
+    items: jax.Array,
+    place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    add_bias: Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]],
+    warpgroup: jax.Array,
+    tiling: ProductTiling,
+    activation: GatedActivation | None,
+    scratch: dict[str, Ref],
+) -> None:
+    out_smem = scratch["out_smem"].at[warpgroup]
+
+    @pl.loop(0, items)
+    def _item(item: jax.Array) -> None:
+        tile, column = place(item)
+
+        def accumulate(*accumulators: Ref) -> tuple[jax.Array, ...]:
+            @pl.loop(0, chunks)
+            def _chunk(chunk: jax.Array) -> None:
+                step = item * chunks + chunk
+                slot = lax.rem(step, tiling.stages)
+                plgpu.barrier_wait(scratch["ready"].at[slot])
+                for i, accumulator in enumerate(accumulators):
+                    w_smem = scratch["w_smem"].at[slot, i]
+                    plgpu.wgmma(accumulator, scratch["x_smem"].at[slot, warpgroup], w_smem.transpose((1, 0)))
+                plgpu.wgmma_wait(len(accumulators))
+
+                @pl.when(chunk > 0)
+                def _release() -> None:
+                    plgpu.barrier_arrive(scratch["free"].at[lax.rem(step - 1, tiling.stages)])
+
+            return tuple(accumulator[...] for accumulator in accumulators)
+
+        accumulator = blocks.gpu.ACC((blocks.ROWS, tiling.columns), jnp.float32)
+        products = pl.run_scoped(accumulate, *[accumulator] * tiling.weight_blocks)
+        plgpu.barrier_arrive(scratch["free"].at[lax.rem(item * chunks + chunks - 1, tiling.stages)])
+        products = add_bias(products, item)
+        results = products if activation is None else (activation(*products),)
+        rows = pl.ds(tile * tiling.rows + warpgroup * blocks.ROWS, tiling.rows_each)
+        for i, result in enumerate(results):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem[...] = result.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(column + i * tiling.columns, tiling.columns)
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, tiling.rows_each)], out_ref.at[rows, columns])
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,57 @@
+"""Which kernels serve which layers, and the reasons why the fastest do not."""
+
+import jax
+import pytest
+
+from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals
+from tokenspeed_jax.attention.kernel_page_sizes import kernel_page_size
+from tokenspeed_jax.cache.binding import LayerBinding
+from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, RecurrentSpec
+from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention
+
+HEADS = AttentionSpec(0, num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
+LATENT = LatentAttentionSpec(1, num_heads=128, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, scale=1.0)
+STATE = RecurrentSpec(2, (64, 4), (4, 16, 16))
+BINDINGS = tuple(LayerBinding(i, group, (), -1) for i, group in enumerate(("heads", "latents", "states")))
+PAGES = {"heads": 64, "latents": 64}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decode_attention, prefill_attention, latent_attention):
+        monkeypatch.setattr(module, "hopper_refusal", lambda: None)
+
+
+def test_each_group_is_read_by_the_kernels_of_its_layers() -> None:
+    assert kernel_families((HEADS, LATENT, STATE), BINDINGS) == {"heads": "mha", "latents": "mla"}
+    with pytest.raises(ValueError, match="'heads' is read by kernels of two families"):
+        kernel_families((HEADS, LATENT), (BINDINGS[0], BINDINGS[0]))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_on_a_hopper_gpu_only_latent_prefill_runs_in_xla() -> None:
+    refusals = mosaic_refusals((HEADS, LATENT, STATE), BINDINGS, PAGES, "bfloat16")
+    assert list(refusals) == ["latent prefill"]
+    assert refusals["latent prefill"].startswith("layer 1: ")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_latent_layer_that_the_decode_kernel_cannot_serve_says_why() -> None:
+    refusals = mosaic_refusals((LATENT,), BINDINGS[1:2], {"latents": 32}, "bfloat16")
+    assert refusals["latent decode"] == "layer 1: pages hold 32 tokens, the kernel takes 64"
+    assert "float32" in mosaic_refusals((LATENT,), BINDINGS[1:2], PAGES, "float32")["latent decode"]
+
+
+def test_elsewhere_every_reason_names_the_device() -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("the default device may serve them")
+    refusals = mosaic_refusals((HEADS, LATENT), BINDINGS[:2], PAGES, "bfloat16")
+    assert set(refusals) == {"decode", "prefill", "latent decode", "latent prefill"}
+    assert "cpu" in refusals["latent decode"]
+
+
+def test_latents_have_pages_of_64_tokens_or_less() -> None:
+    assert [kernel_page_size("mla", 128, size) for size in (None, 16, 32, 64)] == [64, 16, 32, 64]
+    with pytest.raises(ConfigError, match="one of 16, 32, 64 for the mla kernels, got 128"):
+        kernel_page_size("mla", 128, 128)
