@@ -265,7 +265,7 @@ class KimiLinear(CausalDecoder):
             rules.append(same((*here, "mixer_norm", "weight"), f"{there}.input_layernorm.weight"))
             if isinstance(spec, RecurrentSpec):
                 rules += _delta_rules((*here, "delta"), f"{there}.self_attn", config)
-            else:
+            elif isinstance(spec, LatentAttentionSpec):
                 rules += latent_rules((*here, "attention"), f"{there}.self_attn", spec, config.q_lora_rank)
             rules.append(same((*here, "mlp_norm", "weight"), f"{there}.post_attention_layernorm.weight"))
             if spec.layer_id < config.dense_layers:

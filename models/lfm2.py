@@ -81,9 +81,9 @@ def _feed_forward_size(config: HfConfig, size: int) -> int:
     """Two thirds of what the config says, times its multiplier, rounded up, if it says so."""
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size
-    scaled = int(int(2 * size / 3) * config.number("block_ffn_dim_multiplier", 1.0))
+    adjusted = int(int(2 * size / 3) * config.number("block_ffn_dim_multiplier", 1.0))
     multiple = config.integer("block_multiple_of", 256)
-    return multiple * -(-scaled // multiple)
+    return multiple * -(-adjusted // multiple)
 
 
 class ShortConvolution(nnx.Module):
