@@ -6,7 +6,7 @@ import pytest
 from tokenspeed_jax.scheduler import PD, ForwardEvent
 
 from .peers import SCATTERING_GROUPS, PrefillWorker, handed_off, run_scattered_prompt
-from .scenario import FULL, STATE, Group, Step, extend_result, named, real, replayable
+from .scenario import FULL, STATE, extend_result, named, real, replayable
 
 PAIR = (FULL, STATE)
 TWO_FULL = (FULL, FULL)
