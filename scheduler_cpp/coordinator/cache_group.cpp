@@ -30,9 +30,7 @@ void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uin
       PublishSlots(table, hashes, first, end - first, epoch, completed.boundary_kind, new_keys);
       return;
     case CacheGroupKind::kSlidingWindow: {
-      int32_t begin = end - std::min(geometry_.LookbackBlocks(), end);
-      // Publishing a slot a second time could only raise its kind, which a chunk's does not.
-      if (completed.boundary_kind == BoundaryKind::kChunk) begin = std::max(begin, table.published_blocks);
+      const int32_t begin = FirstSlotToPublish(completed, table.published_blocks);
       PublishSlots(table, hashes, begin, std::max(end - begin, 0), epoch, completed.boundary_kind, new_keys);
       table.published_blocks = std::max(table.published_blocks, end);
       return;
@@ -47,6 +45,16 @@ void CacheGroup::Publish(BlockTable& table, const CompletedPages& completed, uin
       return;
     }
   }
+}
+
+int32_t CacheGroup::FirstSlotToPublish(const CompletedPages& completed, int32_t published) const {
+  const int32_t per_page = geometry_.BlocksPerPrefixPage();
+  if (kind_ != CacheGroupKind::kSlidingWindow) return completed.first_new_prefix_page * per_page;
+  // A window's blocks may be offered from below the first new page on: those of a hit are, when it has just been made.
+  const int32_t end = static_cast<int32_t>(completed.prefix_hashes.size()) * per_page;
+  const int32_t begin = end - std::min(geometry_.LookbackBlocks(), end);
+  // Publishing a slot a second time could only raise its kind, which a chunk's does not.
+  return completed.boundary_kind == BoundaryKind::kChunk ? std::max(begin, published) : begin;
 }
 
 void CacheGroup::PublishRange(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot,

@@ -52,6 +52,8 @@ class CacheGroup {
 
   // Publishes what the group's kind keeps of newly completed pages; keys of new entries are appended to `new_keys`.
   void Publish(BlockTable& table, const CompletedPages& completed, uint64_t epoch, std::vector<CacheKey>& new_keys);
+  // Where Publish begins in a table of which `published` leading slots were offered before; it leaves those below alone.
+  int32_t FirstSlotToPublish(const CompletedPages& completed, int32_t published) const;
   // Publishes the slots of `hashes`, of which the first page starts at slot `first_slot`.
   void PublishRange(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot, uint64_t epoch,
                     BoundaryKind kind, std::vector<CacheKey>& new_keys);

@@ -15,7 +15,8 @@ RequestResources::RequestResources(CacheCoordinator& coordinator, ResidentTables
       written_(written),
       slot_(std::move(slot)),
       tables_(std::move(tables)),
-      written_frontiers_(tables_.size(), 0) {
+      written_frontiers_(tables_.size(), 0),
+      written_published_(tables_.size(), 0) {
   WriteTables(std::nullopt);
 }
 
@@ -37,10 +38,11 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
     written_frontiers_[group] = frontier;
     int32_t first = written;
     if (completed.has_value()) {
-      // Publishing may have put another block into a slot of a new page. The pages before are published already.
-      const int32_t published = completed->first_new_prefix_page * cache.geometry().BlocksPerPrefixPage();
-      first = std::min(first, std::max(frontier, published));
+      // Publishing may have put another block into a slot that it was offered.
+      const int32_t offered = cache.FirstSlotToPublish(*completed, written_published_[group]);
+      first = std::min(first, std::max(frontier, offered));
     }
+    written_published_[group] = table.published_blocks;
     while (first < written && row[static_cast<std::size_t>(first)] == cache.allocator().SlotId(table, first)) ++first;
     ids.clear();
     for (int32_t slot = first; slot < table.NumSlots(); ++slot) ids.push_back(cache.allocator().SlotId(table, slot));

@@ -58,6 +58,7 @@ class RequestResources {
   RequestSlot slot_;
   std::vector<BlockTable> tables_;
   std::vector<int32_t> written_frontiers_;  // per group, slots: reclaimed as far as it is written
+  std::vector<int32_t> written_published_;  // per group, slots: offered to the prefix index when it was written
 };
 
 // The tokens of a prompt that one prefill computes.

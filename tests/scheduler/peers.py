@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent, SchedulerConfig
 
-from .scenario import Group, Scenario, Step, extend_result, named
+from .scenario import FULL, Group, Scenario, Step, extend_result, named
 from .simulated_tiers import write_back_done, write_backs
 
 Role = SchedulerConfig.Role
+TWO_FULL = (FULL, FULL)
 SCATTERING_GROUPS = (Group(granularity=1, packing=3), Group(packing=2))
 
 
@@ -107,3 +108,22 @@ class DecodeWorker(Scenario):
         assert step.ids == [request_id]
         self.done(request_id)
         return step
+
+
+def landing_ids(step: Step) -> list[str]:
+    return [] if step.landing is None else step.landing.ids
+
+
+def blocked_pair(**fields: object) -> DecodeWorker:
+    """r1 and r2 fill the pool; in the next round neither can grow."""
+    s = DecodeWorker(TWO_FULL, 12, **fields)
+    s.start("r1", 4)
+    s.start("r2", 4)
+    assert [landing_ids(s.plan()) for _ in range(2)] == [["r1"], ["r2"]]
+    assert s.available == 0
+    s.done("r1")
+    s.done("r2")
+    for token in (1, 2):
+        assert s.plan().ids == ["r1", "r2"]
+        s.advance(extend_result("r1", [token]), extend_result("r2", [token]))
+    return s

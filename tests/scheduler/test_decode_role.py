@@ -5,18 +5,12 @@ import pytest
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent
 
-from .peers import DecodeWorker
-from .scenario import FULL, STATE, Group, Step, extend_result, named, replayable, reserve, swa
-
-TWO_FULL = (FULL, FULL)
+from .peers import DecodeWorker, blocked_pair, landing_ids
+from .scenario import FULL, STATE, Group, extend_result, named, replayable, reserve, swa
 
 
 def shape(row: list[int]) -> list[bool]:
     return [block > 0 for block in row]
-
-
-def landing_ids(step: Step) -> list[str]:
-    return [] if step.landing is None else step.landing.ids
 
 
 def test_pd4_a_landed_prompt_is_decoded_from_the_peers_token() -> None:
@@ -95,21 +89,6 @@ def test_at_most_one_prompt_is_landed_a_round() -> None:
         s.start(name, 2)
     assert [landing_ids(s.plan()) for _ in range(3)] == [["a"], ["b"], []]
     assert (s.scheduler.waiting_size(), s.scheduler.remote_prefilling_size()) == (1, 2)
-
-
-def blocked_pair(**fields: object) -> DecodeWorker:
-    """r1 and r2 fill the pool; in the next round neither can grow."""
-    s = DecodeWorker(TWO_FULL, 12, **fields)
-    s.start("r1", 4)
-    s.start("r2", 4)
-    assert [landing_ids(s.plan()) for _ in range(2)] == [["r1"], ["r2"]]
-    assert s.available == 0
-    s.done("r1")
-    s.done("r2")
-    for token in (1, 2):
-        assert s.plan().ids == ["r1", "r2"]
-        s.advance(extend_result("r1", [token]), extend_result("r2", [token]))
-    return s
 
 
 def test_pd10_a_retracted_request_recovers_here_and_alone() -> None:

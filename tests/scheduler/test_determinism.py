@@ -22,8 +22,8 @@ def digests(seed: int) -> str:
     import hashlib
 
     from .plan_content import content, gauges
-    from .test_workload import GROUP_SETS, P
-    from .workload import Workload
+    from .random_configurations import GROUP_SETS
+    from .workload import P, Workload
 
     whole = hashlib.sha256()
     for which, groups in enumerate(GROUP_SETS[::2]):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .random_configurations import GROUP_SETS, Configuration, configurations
 from .scenario import Group, Step, swa
-from .test_workload import GROUP_SETS, least_budget, run_mixed_load
-from .workload import P, Workload
+from .workload import P, Workload, run_mixed_load
 
 
 class ForkWorkload(Workload):
@@ -135,49 +135,16 @@ def test_a_crowded_pool_serves_every_family(which: int, mixed: bool, overlap: in
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    which=st.integers(0, len(GROUP_SETS) - 1),
-    usable=st.integers(3, 40),
-    seed=st.integers(0, 2**32),
-    mixed=st.booleans(),
-    overlap=st.integers(0, 1),
-    width=st.integers(1, 3),
-    no_cache=st.booleans(),
-    replay=st.integers(0, 6),
-    budget=st.integers(3, 40),
-    batch=st.integers(1, 6),
-    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
-    overtaken=st.sampled_from([0, 1, 64]),
-)
-def test_any_configuration_serves_every_family(
-    which: int,
-    usable: int,
-    seed: int,
-    mixed: bool,
-    overlap: int,
-    width: int,
-    no_cache: bool,
-    replay: int,
-    budget: int,
-    batch: int,
-    priorities: tuple[int, ...],
-    overtaken: int,
-) -> None:
-    groups = GROUP_SETS[which]
+@given(configuration=configurations(), mixed=st.booleans())
+def test_any_configuration_serves_every_family(configuration: Configuration, mixed: bool) -> None:
     work = ForkWorkload(
-        groups,
-        usable,
-        seed,
-        budget=max(budget, least_budget(groups)),
+        configuration.groups,
+        configuration.usable,
+        configuration.seed,
         enable_mixed_prefill_decode=mixed,
-        overlap_schedule_depth=overlap,
-        decode_input_tokens=width,
-        disable_prefix_cache=no_cache,
-        prefix_replay_tokens=replay,
-        max_batch_size=batch,
-        max_overtaken_rounds=overtaken,
+        **configuration.fields,
     )
-    work.priorities = priorities
+    work.priorities = configuration.priorities
     run_mixed_load(work, requests=20)
 
 

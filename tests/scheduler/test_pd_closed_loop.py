@@ -3,13 +3,13 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from .random_configurations import GROUP_SETS as SHARED_GROUP_SETS
+from .random_configurations import Configuration, configurations, least_budget
 from .scenario import FULL, STATE, Group, replayable, swa
 from .simulated_peer import Pair
-from .test_workload import GROUP_SETS as SHARED_GROUP_SETS
-from .test_workload import least_budget
 
 # A window of one token needs nothing below a boundary, so that states alone decide how far a hit reaches.
 GROUP_SETS = [*SHARED_GROUP_SETS, (swa(1, granularity=1), STATE)]
@@ -42,45 +42,31 @@ def test_a_crowded_pair_serves_everybody(which: int, width: int, overlap: int, n
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    which=st.integers(0, len(GROUP_SETS) - 1),
-    usable=st.tuples(st.integers(3, 30), st.integers(3, 40)),
-    seed=st.integers(0, 2**32),
-    overlap=st.integers(0, 1),
-    width=st.integers(1, 3),
-    no_cache=st.booleans(),
-    replay=st.integers(0, 6),
-    budget=st.integers(3, 40),
-    batch=st.integers(1, 6),
-    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
-    overtaken=st.sampled_from([0, 1, 3, 64]),
-    disturbed=st.booleans(),
+@given(configuration=configurations(GROUP_SETS), prefill_usable=st.integers(3, 30), disturbed=st.booleans())
+# Each half waits for the other, and a recovery that finds no room for its end starts again and again.
+@example(
+    configuration=Configuration(
+        (FULL,),
+        usable=6,
+        seed=1,
+        fields={
+            "budget": 4,
+            "overlap_schedule_depth": 1,
+            "decode_input_tokens": 2,
+            "prefix_replay_tokens": 5,
+            "max_batch_size": 2,
+            "max_overtaken_rounds": 1,
+        },
+        priorities=(0, 1),
+    ),
+    prefill_usable=15,
+    disturbed=False,
 )
-def test_any_configuration_serves_everybody(
-    which: int,
-    usable: tuple[int, int],
-    seed: int,
-    overlap: int,
-    width: int,
-    no_cache: bool,
-    replay: int,
-    budget: int,
-    batch: int,
-    priorities: tuple[int, ...],
-    overtaken: int,
-    disturbed: bool,
-) -> None:
-    groups = GROUP_SETS[which]
-    fields: dict[str, object] = {
-        "budget": max(budget, least_budget(groups)),
-        "overlap_schedule_depth": overlap,
-        "decode_input_tokens": width,
-        "disable_prefix_cache": no_cache,
-        "prefix_replay_tokens": replay,
-        "max_batch_size": batch,
-        "max_overtaken_rounds": overtaken,
-    }
-    run(Pair(groups, usable, seed, fields, disturbed, priorities), requests=12)
+def test_any_configuration_serves_everybody(configuration: Configuration, prefill_usable: int, disturbed: bool) -> None:
+    usable = (prefill_usable, configuration.usable)
+    pair = Pair(configuration.groups, usable, configuration.seed, configuration.fields, disturbed)
+    pair.priorities = configuration.priorities
+    run(pair, requests=12)
 
 
 @pytest.mark.parametrize("which", range(len(GROUP_SETS)))

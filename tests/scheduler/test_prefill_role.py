@@ -5,11 +5,10 @@ import pytest
 
 from tokenspeed_jax.scheduler import PD, ForwardEvent
 
-from .peers import SCATTERING_GROUPS, PrefillWorker, handed_off, run_scattered_prompt
+from .peers import SCATTERING_GROUPS, TWO_FULL, PrefillWorker, handed_off, run_scattered_prompt
 from .scenario import FULL, STATE, extend_result, named, real, replayable
 
 PAIR = (FULL, STATE)
-TWO_FULL = (FULL, FULL)
 
 
 def test_pd1_a_prompt_is_handed_off_once_its_token_has_landed() -> None:

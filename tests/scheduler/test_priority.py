@@ -5,8 +5,7 @@ import pytest
 from tokenspeed_jax.scheduler import RequestSpec
 
 from .scenario import FULL, Group, Scenario, extend_result, swa
-from .test_workload import run_mixed_load
-from .workload import Workload
+from .workload import Workload, run_mixed_load
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 

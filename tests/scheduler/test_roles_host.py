@@ -2,11 +2,9 @@
 
 from tokenspeed_jax.scheduler import Cache
 
-from .peers import SCATTERING_GROUPS, DecodeWorker, PrefillWorker, run_scattered_prompt
-from .scenario import FULL, Scenario, extend_result
+from .peers import SCATTERING_GROUPS, TWO_FULL, DecodeWorker, PrefillWorker, run_scattered_prompt
+from .scenario import Scenario, extend_result
 from .simulated_tiers import load_backs
-
-TWO_FULL = (FULL, FULL)
 
 
 def acknowledge(s: Scenario, *op_ids: int) -> None:

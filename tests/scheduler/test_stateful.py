@@ -6,7 +6,7 @@ An ordinary run makes the same calls every time, so that what it comes upon can 
 
 from hypothesis import HealthCheck, settings
 
-from .scheduler_machine import MET, SchedulerMachine
+from .scheduler_machine import GROUP_SETS, MET, SchedulerMachine
 from .tiered_machine import TieredMachine
 
 IN_ANY_RUN = ("hits", "retractions", "late", "hostile", "rows")
@@ -54,3 +54,32 @@ class TestSchedulerOverTiers(TieredMachine.TestCase):
         MET.clear()
         super().runTest()
         assert min(MET[kind] for kind in (*IN_ANY_RUN, *OVER_THE_TIERS)) > 0, MET
+
+
+def test_a_block_of_a_hit_that_publishing_replaces_is_replaced_in_the_plans_too() -> None:
+    """Found by a long run: the plan went on naming a block of a window that the request had let go of."""
+    machine = TieredMachine()
+    machine.build(
+        GROUP_SETS[1],
+        usable=16,
+        host=11,
+        storage=True,
+        budget=17,
+        width=1,
+        overlap=0,
+        mixed=False,
+        batch=5,
+        caches=True,
+    )
+    zeros = [0] * 16
+    first = [[*zeros[:9], 1], zeros[:3], [*zeros[:9], 1, 0], [0, 1, 1, 1, 0, 1]]
+    machine.submit(first, new=2, declared=False, salt="", priority=-1)
+    second = [[*zeros[:9], 1, 0, 1, 0, 0, 1], [*zeros[:6], 1, 1, 1], zeros[:11], zeros[:6]]
+    machine.submit(second, new=13, declared=False, salt="", priority=-1)
+    third = [[*zeros[:13], 1, 1, 1], [*zeros[:8], 1, *zeros[:4]], [0, 0, 0, 1, 1, 0, 1, 0, 1]]
+    machine.come_back("both", third, new=12, failures=0)
+    machine.clear_device()
+    machine.come_back("both", [[0, 0, 0, 1, 1], [*zeros[:12], 1, 0, 1], [*zeros, 1, 1]], new=15, failures=0)
+    machine.submit([[*zeros[:5], 1, 0, 1]], new=12, declared=False, salt="", priority=1)
+    machine.come_back("device", [zeros[:4], zeros[:11], [*zeros[:8], 1, 1, 0, 1, 0, 0]], new=18, failures=0)
+    machine.teardown()

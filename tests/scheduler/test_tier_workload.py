@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .random_configurations import GROUP_SETS, Configuration, configurations
 from .scenario import FULL, STATE, Group, replayable, swa
-from .test_workload import GROUP_SETS, least_budget, run_mixed_load
 from .tier_workload import TierWorkload
+from .workload import run_mixed_load
 
 
 def is_sharded(groups: tuple[Group, ...]) -> bool:
@@ -37,58 +38,26 @@ def test_a_crowded_pool_over_a_slow_host_serves_everybody(which: int, host: int,
 
 @settings(max_examples=60, deadline=None)
 @given(
-    which=st.integers(0, len(GROUP_SETS) - 1),
-    usable=st.integers(3, 30),
+    configuration=configurations(),
+    mixed=st.booleans(),
     host=st.integers(1, 40),
     storage=st.booleans(),
-    seed=st.integers(0, 2**32),
-    mixed=st.booleans(),
-    overlap=st.integers(0, 1),
-    width=st.integers(1, 3),
-    no_cache=st.booleans(),
-    replay=st.integers(0, 6),
-    budget=st.integers(3, 40),
-    batch=st.integers(1, 6),
-    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
-    overtaken=st.sampled_from([0, 3, 64]),
     patience=st.sampled_from([0, 3, 20]),
     failure_rate=st.sampled_from([0.0, 0.05, 0.2]),
 )
 def test_any_configuration_serves_everybody_through_the_tiers(
-    which: int,
-    usable: int,
-    host: int,
-    storage: bool,
-    seed: int,
-    mixed: bool,
-    overlap: int,
-    width: int,
-    no_cache: bool,
-    replay: int,
-    budget: int,
-    batch: int,
-    priorities: tuple[int, ...],
-    overtaken: int,
-    patience: int,
-    failure_rate: float,
+    configuration: Configuration, mixed: bool, host: int, storage: bool, patience: int, failure_rate: float
 ) -> None:
-    groups = GROUP_SETS[which]
     work = TierWorkload(
-        groups,
-        usable,
+        configuration.groups,
+        configuration.usable,
         host,
-        seed,
-        storage=storage and not is_sharded(groups),
-        budget=max(budget, least_budget(groups)),
+        configuration.seed,
+        storage=storage and not is_sharded(configuration.groups),
         enable_mixed_prefill_decode=mixed,
-        overlap_schedule_depth=overlap,
-        decode_input_tokens=width,
-        disable_prefix_cache=no_cache,
-        prefix_replay_tokens=replay,
-        max_batch_size=batch,
-        max_overtaken_rounds=overtaken,
+        **configuration.fields,
     )
-    work.priorities = priorities
+    work.priorities = configuration.priorities
     work.patience = patience
     work.failure_rate = failure_rate
     run_mixed_load(work, requests=12)

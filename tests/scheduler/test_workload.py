@@ -6,45 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .random_configurations import GROUP_SETS, Configuration, configurations, least_budget
 from .scenario import FULL, STATE, Group, replayable, swa
-from .workload import P, Workload
+from .workload import Workload, run_mixed_load
 
-GROUP_SETS: list[tuple[Group, ...]] = [
-    (FULL,),
-    (FULL, swa(4)),
-    (FULL, FULL),
-    (Group(granularity=2, packing=3), swa(5, granularity=4), swa(9, granularity=2, packing=2)),
-    (swa(6),),
-    (Group(granularity=1, packing=4), swa(1, granularity=2, packing=2)),
-    (Group(packing=4, shards=2), swa(3, granularity=1, packing=2)),
-    (FULL, STATE),
-    (STATE,),
-    (Group(packing=3), Group(granularity=2, packing=2, state=True), Group(granularity=1, packing=4, state=True)),
-    (swa(3), STATE),
-    (Group(granularity=2, packing=2), swa(5, granularity=4), Group(packing=2, shards=2, state=True)),
-    (FULL, replayable(6)),
-    (Group(packing=2), replayable(3, granularity=2), replayable(2, granularity=1, packing=4)),
-    (FULL, swa(6), replayable(5, granularity=2, packing=2)),
-]
 SWITCHES = list(itertools.product((False, True), (0, 1), (False, True)))
-
-
-def least_budget(groups: tuple[Group, ...]) -> int:
-    """What the scheduler asks for, so that every chunk moves."""
-    window = max((group.window or 0 for group in groups if group.replayable), default=0)
-    return max(P if any(group.state for group in groups) else 1, window + max(window, P) if window else 1)
-
-
-def run_mixed_load(work: Workload, requests: int) -> None:
-    attempts = 0
-    while work.submitted < requests and attempts < 50 * requests:
-        attempts += 1
-        if len(work.live) < 8:
-            work.submit()
-        if work.random.random() < 0.7:
-            work.round()
-        work.disturb()
-    work.drain(rounds=5000)
 
 
 @pytest.mark.parametrize("overtaken", [0, 2, 64])
@@ -67,49 +33,16 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    which=st.integers(0, len(GROUP_SETS) - 1),
-    usable=st.integers(3, 40),
-    seed=st.integers(0, 2**32),
-    mixed=st.booleans(),
-    overlap=st.integers(0, 1),
-    width=st.integers(1, 3),
-    no_cache=st.booleans(),
-    replay=st.integers(0, 6),
-    budget=st.integers(3, 40),
-    batch=st.integers(1, 6),
-    priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
-    overtaken=st.sampled_from([0, 1, 3, 64]),
-)
-def test_any_configuration_serves_everybody(
-    which: int,
-    usable: int,
-    seed: int,
-    mixed: bool,
-    overlap: int,
-    width: int,
-    no_cache: bool,
-    replay: int,
-    budget: int,
-    batch: int,
-    priorities: tuple[int, ...],
-    overtaken: int,
-) -> None:
-    groups = GROUP_SETS[which]
+@given(configuration=configurations(), mixed=st.booleans())
+def test_any_configuration_serves_everybody(configuration: Configuration, mixed: bool) -> None:
     work = Workload(
-        groups,
-        usable,
-        seed,
-        budget=max(budget, least_budget(groups)),
+        configuration.groups,
+        configuration.usable,
+        configuration.seed,
         enable_mixed_prefill_decode=mixed,
-        overlap_schedule_depth=overlap,
-        decode_input_tokens=width,
-        disable_prefix_cache=no_cache,
-        prefix_replay_tokens=replay,
-        max_batch_size=batch,
-        max_overtaken_rounds=overtaken,
+        **configuration.fields,
     )
-    work.priorities = priorities
+    work.priorities = configuration.priorities
     run_mixed_load(work, requests=12)
 
 

@@ -324,3 +324,15 @@ class Workload:
                     meaning = (slot, (self.sharers(request, group), identities[end - 1]) if shared else None)
                     other = holders.setdefault((group, block), meaning)
                     assert other is meaning or (other == meaning and other[1] is not None), "shared without a hit"
+
+
+def run_mixed_load(work: Workload, requests: int) -> None:
+    attempts = 0
+    while work.submitted < requests and attempts < 50 * requests:
+        attempts += 1
+        if len(work.live) < 8:
+            work.submit()
+        if work.random.random() < 0.7:
+            work.round()
+        work.disturb()
+    work.drain(rounds=5000)
