@@ -37,11 +37,15 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
     written_frontiers_[group] = frontier;
     int32_t first = written;
     if (completed.has_value()) {
-      // Publishing may have put another block into a slot of a new page. The pages before are published already.
-      const int32_t published = completed->first_new_prefix_page * cache.geometry().BlocksPerPrefixPage();
-      first = std::min(first, std::max(frontier, published));
+      // Publishing may have put another block into a slot of a new page. The pages before are published already, and
+      // what is reserved behind them, perhaps much, is not worth fetching.
+      const int32_t per_page = cache.geometry().BlocksPerPrefixPage();
+      const auto num_pages = static_cast<int32_t>(completed->prefix_hashes.size());
+      const int32_t end = std::min(written, num_pages * per_page);
+      int32_t slot = std::max(frontier, completed->first_new_prefix_page * per_page);
+      while (slot < end && row[static_cast<std::size_t>(slot)] == cache.allocator().SlotId(table, slot)) ++slot;
+      if (slot < end) first = slot;
     }
-    while (first < written && row[static_cast<std::size_t>(first)] == cache.allocator().SlotId(table, first)) ++first;
     ids.clear();
     for (int32_t slot = first; slot < table.NumSlots(); ++slot) ids.push_back(cache.allocator().SlotId(table, slot));
     written_.Write(group, slot_.index(), static_cast<std::size_t>(first), ids);
@@ -65,6 +69,10 @@ void PrefetchAll(const T& object) {
 }  // namespace
 
 void RequestResources::Prefetch() const { PrefetchAll(*this); }
+
+void RequestResources::PrefetchTables() const {
+  for (const BlockTable& table : tables_) __builtin_prefetch(&table);
+}
 
 void Request::Prefetch() const { PrefetchAll(*this); }
 
