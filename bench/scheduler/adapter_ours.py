@@ -101,23 +101,23 @@ class Rows(Sequence[Row]):
 class Tables(Mapping[str, np.ndarray]):
     """The rows' tables, gathered from the resident ones when somebody looks, and before the next plan."""
 
-    def __init__(self, views: Mapping[str, np.ndarray], slots: np.ndarray) -> None:
-        self._views, self._slots = views, slots
+    def __init__(self, native: ts.Scheduler, groups: Sequence[str], slots: np.ndarray) -> None:
+        self._native, self._groups, self._slots = native, groups, slots
         self._gathered: dict[str, np.ndarray] = {}
 
     def __getitem__(self, group: str) -> np.ndarray:
         if group not in self._gathered:
-            self._gathered[group] = self._views[group][self._slots]
+            self._gathered[group] = self._native.block_table_views()[group][self._slots]
         return self._gathered[group]
 
     def __setitem__(self, group: str, table: np.ndarray) -> None:
         self._gathered[group] = table
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._views if len(self._slots) else ())
+        return iter(self._groups if len(self._slots) else ())
 
     def __len__(self) -> int:
-        return len(self._views) if len(self._slots) else 0
+        return len(self._groups) if len(self._slots) else 0
 
 
 class StateTables(Tables):
@@ -125,14 +125,15 @@ class StateTables(Tables):
 
     def __init__(
         self,
-        views: Mapping[str, np.ndarray],
+        native: ts.Scheduler,
+        groups: Sequence[str],
         slots: np.ndarray,
         spans: Mapping[str, int],
         ends: np.ndarray,
         lengths: np.ndarray,
         page: int,
     ) -> None:
-        super().__init__(views, slots)
+        super().__init__(native, groups, slots)
         self._spans, self._ends, self._lengths, self._page = spans, ends, lengths, page
 
     def __getitem__(self, group: str) -> np.ndarray:
@@ -157,6 +158,7 @@ class OursAdapter:
         self.page = engine.block_tokens
         self.width = engine.decode_width
         self.ones = np.ones(engine.max_batch, np.int32)
+        self.groups = [group.name for group in engine.groups]
         self.state_spans = {group.name: group.block_tokens for group in engine.groups if group.kind == STATE}
         self.computed = np.zeros(engine.max_batch + 1, np.int64)  # by slot
         self.out: deque[tuple[ts.Forward.Batch, np.ndarray]] = deque()  # batches whose results are still to come
@@ -192,23 +194,23 @@ class OursAdapter:
 
     def _tables(self, arrays: Mapping[str, np.ndarray]) -> Tables:
         slots = arrays["request_pool_indices"]
-        views = self.native.block_table_views()
         if not self.state_spans:
-            return Tables(views, slots)
+            return Tables(self.native, self.groups, slots)
         lengths, starts = arrays["input_lengths"], arrays["extend_prefix_lens"]
+        at = slots.astype(np.intp)  # what NumPy would make of them each time
         if len(starts):
-            self.computed[slots[: len(starts)]] = starts
-        ends = self.computed[slots] + lengths
-        self.computed[slots] = ends
-        return StateTables(views, slots, self.state_spans, ends, lengths, self.page)
+            self.computed[at[: len(starts)]] = starts
+        ends = self.computed.take(at)
+        ends += lengths
+        self.computed[at] = ends
+        return StateTables(self.native, self.groups, slots, self.state_spans, ends, lengths, self.page)
 
     def _moves(self, operation: Any) -> Iterator[Move]:
-        names = list(self.native.block_table_views())
         saves = isinstance(operation, ts.Cache.WriteBackOp)
         for op_id, groups, sources, destinations in zip(
             operation.op_ids, operation.group_ids, operation.src_pages, operation.dst_pages, strict=True
         ):
-            pairs = [(names[g], s, d) for g, s, d in zip(groups, sources, destinations, strict=True)]
+            pairs = [(self.groups[g], s, d) for g, s, d in zip(groups, sources, destinations, strict=True)]
             yield (
                 Move("save", "device", "host", pairs, ("write_back", op_id))
                 if saves

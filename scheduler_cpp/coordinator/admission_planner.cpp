@@ -24,6 +24,20 @@ bool Fits(const BlockPool& pool, std::span<const int32_t> blocks_needed, int64_t
   return empty_parents >= 0;
 }
 
+// The same with the pool as it is, and with one group's block gone.
+bool FitsWithout(const BlockPool& pool, std::span<const int32_t> blocks_needed, const AdmissionVictim* victim) {
+  const bool empties = victim != nullptr && pool.OccupiedCount(victim->location.lcm_block_id) == 1;
+  int64_t empty_parents = int64_t{pool.NumEmptyLcmBlocks()} + (empties ? 1 : 0);
+  for (std::size_t g = 0; g < blocks_needed.size(); ++g) {
+    const auto group = static_cast<int32_t>(g);
+    const int64_t packing = pool.Packing(group);
+    int64_t free_slots = pool.NumFreeSlots(group);
+    if (victim != nullptr && victim->group == group) free_slots += empties ? 1 - packing : 1;
+    empty_parents -= (std::max<int64_t>(0, blocks_needed[g] - free_slots) + packing - 1) / packing;
+  }
+  return empty_parents >= 0;
+}
+
 // Free slots per bucket of one group whose blocks must lie in certain buckets.
 class ShadowBuckets {
  public:
@@ -211,6 +225,27 @@ class CandidateStream {
   std::vector<PrefixCacheIndex::EvictionCursor> cursors_;
 };
 
+// Whether the only blocks that matter are those that the indexes would let go of.
+bool IsPlainGrowth(const AdmissionRequest& request) {
+  const auto hits_nothing = [](const PrefixMask& mask) { return mask.empty(); };
+  return request.needed_in_bucket.empty() && request.copied_keys.empty() &&
+         std::ranges::all_of(request.hit_masks, hits_nothing);
+}
+
+// The least valuable of all cached blocks that nobody uses.
+std::optional<AdmissionVictim> LeastValuable(std::span<const CacheGroup> groups, const BlockPool& pool) {
+  const EvictionRank* least = nullptr;
+  int32_t from = 0;
+  const auto key = [](const EvictionRank& rank) { return std::tie(rank.epoch, rank.tier, rank.position); };
+  for (const CacheGroup& group : groups) {
+    const EvictionRank* rank = group.index().StartEviction(pool).rank();
+    if (rank == nullptr || (least != nullptr && !(key(*rank) < key(*least)))) continue;
+    least = rank;
+    from = group.group_id();
+  }
+  return least == nullptr ? std::nullopt : std::optional(AdmissionVictim{from, least->location});
+}
+
 // Gives back, most valuable first, every victim that turns out not to be needed.
 std::vector<AdmissionVictim> Minimise(const std::vector<AdmissionVictim>& victims, ShadowPool& shadow) {
   std::vector<bool> kept(victims.size(), false);
@@ -246,11 +281,21 @@ std::optional<std::vector<AdmissionVictim>> AdmissionPlanner::Plan(const Admissi
   TOKENSPEED_CHECK(request.blocks_needed.size() == groups_.size() && request.tables.size() == groups_.size() &&
                        request.hit_keys.size() == groups_.size() && request.hit_masks.size() == groups_.size(),
                    "an admission does not cover every group");
-  ShadowPool shadow(pool_, request);
   std::vector<AdmissionVictim> victims;
+  const bool plain = IsPlainGrowth(request);
+  if (plain && FitsWithout(pool_, request.blocks_needed, nullptr)) return victims;
+  const std::vector<AdmissionVictim> own_expired = OwnExpired(groups_, request);
+  if (plain && own_expired.empty()) {
+    // A decode step of a full cache: one block has to go, and the search below would find this one.
+    const std::optional<AdmissionVictim> least = LeastValuable(groups_, pool_);
+    if (least && FitsWithout(pool_, request.blocks_needed, &*least)) {
+      victims.push_back(*least);
+      return victims;
+    }
+  }
+  ShadowPool shadow(pool_, request);
   if (shadow.Fits()) return victims;
 
-  const std::vector<AdmissionVictim> own_expired = OwnExpired(groups_, request);
   const bool bounded = obtainable_ && obtainable_->dropped_handles == pool_.NumDroppedHandles() && own_expired.empty();
   if (bounded && !Fits(pool_, request.blocks_needed, obtainable_->empty_parents, obtainable_->free_slots)) {
     return std::nullopt;

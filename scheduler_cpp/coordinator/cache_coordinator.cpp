@@ -22,9 +22,12 @@ std::vector<CacheGroup> MakeGroups(BlockPool& pool, BlockPool& host_pool, std::s
   TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
   std::vector<CacheGroup> groups;
   groups.reserve(specs.size());
+  const bool all_closed = std::ranges::all_of(
+      specs, [](const CacheGroupSpec& spec) { return spec.kind == CacheGroupKind::kFullAttention; });
   for (const CacheGroupSpec& spec : specs) {
     const auto id = static_cast<int32_t>(groups.size());
-    groups.emplace_back(pool, id, spec, prefix_granularity);
+    const bool notes_continuations = !all_closed && spec.kind == CacheGroupKind::kFullAttention;
+    groups.emplace_back(pool, id, spec, prefix_granularity, notes_continuations);
     host_pool.RegisterGroup(id, spec.cache_blocks_per_lcm_block, spec.shard_count);
   }
   return groups;
@@ -77,6 +80,22 @@ PrefixProbe CacheCoordinator::ProbePrefix(std::span<const PrefixHash> hashes, in
 
 PrefixProbe CacheCoordinator::ProbeDecodeDevicePrefix(std::span<const PrefixHash> hashes) const {
   return ProbeDevice(hashes, MatchedGroups::kAllButState);
+}
+
+// A stop serves those who part from the prompt there, and where somebody has parted, a third may come. A prompt that
+// merely takes up where a cached one ended, as each turn of a conversation does, would stop for nobody: the next turn
+// resumes from this one's own last snapshot. Should another prompt part from it there after all, then this one's
+// continuation tells the next.
+int32_t CacheCoordinator::PromotionWorthStopping(const PrefixProbe& probe) const {
+  const int32_t boundary = probe.promotion_boundary_tokens();
+  if (boundary == 0 || boundary > probe.device.prefix_closed_tokens) return boundary;  // nothing is noted on the host
+  const auto goes_on = [&](const CacheGroup& group) {
+    if (!group.geometry().IsPrefixClosed()) return false;
+    const int32_t end = boundary / group.geometry().block_granularity();
+    const CacheKey& last = probe.keys[static_cast<std::size_t>(group.group_id())][static_cast<std::size_t>(end) - 1];
+    return group.index().IsContinued(pool_, last);
+  };
+  return std::ranges::any_of(groups_, goes_on) ? boundary : 0;
 }
 
 PrefixProbe CacheCoordinator::ProbeDevice(std::span<const PrefixHash> hashes, MatchedGroups matched) const {
@@ -135,6 +154,30 @@ std::optional<AdmissionResult> CacheCoordinator::Admit(const PrefixProbe& probe,
     if (!copied_keys.empty()) CopyPartialPage(copied_keys[g], g, result);
   }
   return result;
+}
+
+bool CacheCoordinator::Grow(std::span<BlockTable> tables, int32_t num_tokens, const RequestProgress& progress,
+                            uint64_t access_epoch, std::vector<std::vector<int32_t>>& new_block_ids) {
+  CheckShapes(tables);
+  CheckProgress(progress);
+  TOKENSPEED_CHECK(access_epoch > 0 && access_epoch <= last_epoch_, "an access epoch was never issued");
+  const TokenDemand demand{.extent = DenseGrowth{num_tokens}};
+  growth_.resize(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) growth_[g] = groups_[g].geometry().BlocksNeeded(tables[g], demand);
+  const auto victims = planner_.Plan({.blocks_needed = growth_,
+                                      .hit_keys = neutral_probe_.keys,
+                                      .hit_masks = neutral_probe_.device.masks,
+                                      .tables = tables,
+                                      .num_computed_tokens = progress.num_computed_tokens});
+  if (!victims) return false;
+  EvictPlanned(*victims, tables, progress, access_epoch);
+  new_block_ids.resize(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const AcquirePlan plan = groups_[g].geometry().Plan(tables[g], demand);
+    const bool acquired = groups_[g].allocator().Acquire(tables[g], plan, new_block_ids[g]);
+    TOKENSPEED_CHECK(acquired, "a planned admission does not fit");
+  }
+  return true;
 }
 
 std::vector<int32_t> CacheCoordinator::BlocksNeeded(const PrefixProbe& probe, std::span<const BlockTable> tables,
@@ -199,12 +242,12 @@ void CacheCoordinator::PublishAndReclaim(std::span<BlockTable> tables, const Req
 
 void CacheCoordinator::Publish(std::span<BlockTable> tables, const CompletedPages& completed, uint64_t epoch) {
   for (std::size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<CacheKey> new_keys;
-    groups_[g].Publish(tables[g], completed, epoch, new_keys);
-    ReportStored(new_keys);
+    new_keys_.clear();
+    groups_[g].Publish(tables[g], completed, epoch, new_keys_);
+    ReportStored(new_keys_);
     const bool expires = groups_[g].kind() == CacheGroupKind::kSlidingWindow;
     if (!host_.streams || !(expires || completed.stream_completed_to_host)) continue;
-    pending_stores_.insert(pending_stores_.end(), new_keys.begin(), new_keys.end());
+    pending_stores_.insert(pending_stores_.end(), new_keys_.begin(), new_keys_.end());
   }
 }
 

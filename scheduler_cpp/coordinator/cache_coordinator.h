@@ -21,7 +21,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <span>
@@ -32,7 +31,7 @@
 #include "coordinator/admission_planner.h"
 #include "coordinator/cache_group.h"
 #include "coordinator/cache_group_spec.h"
-#include "coordinator/group_geometry.h"
+#include "coordinator/device_mutation.h"
 #include "coordinator/host_allocation.h"
 #include "coordinator/host_tier.h"
 #include "coordinator/prefix_convergence.h"
@@ -43,11 +42,6 @@
 #include "prefix/prefix_watch.h"
 
 namespace tokenspeed {
-
-enum class DeviceMutation : uint8_t { kStored, kRemoved };
-using DeviceMutationSink = std::function<void(const CacheKey&, DeviceMutation)>;
-
-enum class BoundaryResidency : uint8_t { kNone, kPartial, kComplete };
 
 class CacheCoordinator {
  public:
@@ -73,6 +67,9 @@ class CacheCoordinator {
   PrefixProbe ProbePrefix(std::span<const PrefixHash> hashes,
                           int32_t max_host_tokens = std::numeric_limits<int32_t>::max()) const;
 
+  // The probe's promotion boundary if prompts are known to part there, so that a chunk should stop; else 0.
+  int32_t PromotionWorthStopping(const PrefixProbe& probe) const;
+
   // The same for a prompt whose state arrives from a peer: groups of state are not matched, their part of the hit is
   // holes. Without a group of another kind nothing is hit.
   PrefixProbe ProbeDecodeDevicePrefix(std::span<const PrefixHash> hashes) const;
@@ -85,6 +82,11 @@ class CacheCoordinator {
   std::optional<AdmissionResult> Admit(const PrefixProbe& probe, std::span<BlockTable> tables,
                                        std::span<const TokenDemand> demands, const RequestProgress& progress,
                                        std::optional<uint64_t> access_epoch = std::nullopt);
+
+  // The same for a decode step, of which there may be thousands at once: every group grows densely, nothing is looked up,
+  // and what is acquired is appended to `new_block_ids`, one list per group. False when it cannot fit.
+  bool Grow(std::span<BlockTable> tables, int32_t num_tokens, const RequestProgress& progress, uint64_t access_epoch,
+            std::vector<std::vector<int32_t>>& new_block_ids);
 
   // Forks (table_fork.cpp).
   // How another request may compute on from `position` with what these tables hold, if the first `common_tokens` tokens
@@ -123,7 +125,7 @@ class CacheCoordinator {
   // frontier, does what an admission would, allocating nothing. Otherwise false, and no change.
   bool ConsumeInPlace(std::span<BlockTable> tables, int32_t num_tokens, int32_t num_computed_tokens);
 
-  // Gauges. Parents are counted once however many blocks of them are referenced.
+  // Gauges. Parents are counted once.
   int32_t NumEmptyLcmBlocks() const { return pool_.NumEmptyLcmBlocks(); }
   // Distinct parents referenced by the tables of requests. O(1).
   int32_t NumActiveLcmBlocks() const { return pool_.NumActiveLcmBlocks(); }
@@ -134,9 +136,8 @@ class CacheCoordinator {
   // Blocks the group could acquire without eviction. O(1).
   int64_t NumAvailableBlocks(int32_t group_id) const { return pool_.Capacity(group_id); }
 
-  // Host gauges. Scans.
+  // Host gauges: cached blocks, and occupied ones that no eviction can take now. Scans.
   int32_t NumHostCachedBlocks() const;
-  // Occupied host blocks that no eviction can take now.
   int32_t NumHostPinnedBlocks() const;
 
   // Whether no cached block of any tier is in use.
@@ -238,6 +239,8 @@ class CacheCoordinator {
   int32_t replay_window_ = 0;  // the longest of all groups
   uint64_t last_epoch_ = 0;
   std::vector<CacheKey> pending_stores_;
+  std::vector<int32_t> growth_;  // kept for its memory alone, as is new_keys_
+  std::vector<CacheKey> new_keys_;
   std::optional<StorageKeySet> storage_;
   PartialPages partial_pages_;
 };

@@ -7,12 +7,13 @@
 namespace tokenspeed {
 
 CacheGroup::CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGroupSpec& spec,
-                       int32_t prefix_granularity)
+                       int32_t prefix_granularity, bool notes_continuations)
     : kind_(spec.kind),
       device_pool_(device_pool),
       geometry_(spec, prefix_granularity),
       allocator_(device_pool, group_id, spec.cache_blocks_per_lcm_block, spec.shard_count),
-      index_(group_id, geometry_.IsPrefixClosed()) {}
+      index_(group_id, geometry_.IsPrefixClosed()),
+      notes_continuations_(notes_continuations) {}
 
 std::vector<CacheKey> CacheGroup::ExpandKeys(std::span<const PrefixHash> hashes) const {
   return ExpandCacheKeys(hashes, group_id(), geometry_.BlocksPerPrefixPage());
@@ -69,15 +70,43 @@ void CacheGroup::PublishRange(BlockTable& table, std::span<const PrefixHash> has
 void CacheGroup::PublishSlots(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot, int32_t count,
                               uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys) {
   if (count == 0) return;
-  // Only the pages that contain the slots are expanded: a long prompt publishes a short window many times.
+  // One key at a time: a decode step publishes one page, and must not allocate for it.
+  int32_t slot = first_slot;
+  for (CacheBlockRef& block : allocator_.BlocksToPublish(table, first_slot, count)) {
+    if (block) {
+      const CacheKey key = KeyOfSlot(hashes, slot);
+      if (index_.Register(device_pool_, block, key, epoch, slot, kind)) new_keys.push_back(key);
+      if (notes_continuations_ && slot > 0) index_.NoteContinuation(table.blocks[static_cast<std::size_t>(slot) - 1]);
+    }
+    ++slot;
+  }
+}
+
+CacheKey CacheGroup::KeyOfSlot(std::span<const PrefixHash> hashes, int32_t slot) const {
   const int32_t per_page = geometry_.BlocksPerPrefixPage();
-  const int32_t first_page = first_slot / per_page;
-  const int32_t end_page = (first_slot + count - 1) / per_page + 1;
-  const std::vector<CacheKey> keys = ExpandKeys(hashes.subspan(first_page, end_page - first_page));
-  const std::span<CacheBlockRef> blocks = allocator_.BlocksToPublish(table, first_slot, count);
-  index_.RegisterFullBlocks(device_pool_, blocks,
-                            std::span(keys).subspan(first_slot - first_page * per_page, count), epoch, first_slot, kind,
-                            new_keys);
+  return {.content_hash = hashes[static_cast<std::size_t>(slot / per_page)],
+          .namespace_id = kWholePages,
+          .group_id = group_id(),
+          .page_offset = slot % per_page};
+}
+
+void CacheGroup::PrefetchPublication(const BlockTable& table, std::span<const PrefixHash> hashes,
+                                     PublicationStep step) const {
+  const int32_t slot = static_cast<int32_t>(hashes.size()) * geometry_.BlocksPerPrefixPage() - 1;
+  if (IsState() || !SharesPrefixes() || slot < 0 || slot >= table.NumSlots()) return;
+  const CacheBlockRef& block = table.blocks[static_cast<std::size_t>(slot)];
+  switch (step) {
+    case PublicationStep::kSlot:
+      index_.Prefetch(device_pool_, KeyOfSlot(hashes, slot));
+      __builtin_prefetch(&block);
+      return;
+    case PublicationStep::kBlock:
+      block.Prefetch();
+      return;
+    case PublicationStep::kParent:
+      if (block) device_pool_.Prefetch(block->Location());
+      return;
+  }
 }
 
 std::vector<CacheBlockLocation> CacheGroup::ReclaimableBlockLocationsAt(const BlockTable& table,

@@ -34,9 +34,15 @@ struct CompletedPages {
   bool stream_completed_to_host = false;
 };
 
+// What to ask for early of the memory that publishing a page touches: its place in the index and the slot of its last
+// block, then that block, then the block's parent. Each is found in what the one before has asked for.
+enum class PublicationStep : uint8_t { kSlot, kBlock, kParent };
+
 class CacheGroup {
  public:
-  CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGroupSpec& spec, int32_t prefix_granularity);
+  // `notes_continuations`: whether anybody asks the index for what is known to go on (PrefixCacheIndex::IsContinued).
+  CacheGroup(BlockPool& device_pool, int32_t group_id, const CacheGroupSpec& spec, int32_t prefix_granularity,
+             bool notes_continuations = false);
 
   int32_t group_id() const { return allocator_.group(); }
   CacheGroupKind kind() const { return kind_; }
@@ -62,7 +68,12 @@ class CacheGroup {
   // exactly two owners (index and table), or uncached with exactly one.
   std::vector<CacheBlockLocation> ReclaimableBlockLocationsAt(const BlockTable& table, int32_t num_blocks) const;
 
+  // Hints to the processor that the last page of `hashes`, which start at slot 0, is about to be published.
+  void PrefetchPublication(const BlockTable& table, std::span<const PrefixHash> hashes, PublicationStep step) const;
+
  private:
+  // The key of a slot; `hashes` start at slot 0.
+  CacheKey KeyOfSlot(std::span<const PrefixHash> hashes, int32_t slot) const;
   // Publishes `count` slots from `first_slot` on; `hashes` start at slot 0.
   void PublishSlots(BlockTable& table, std::span<const PrefixHash> hashes, int32_t first_slot, int32_t count,
                     uint64_t epoch, BoundaryKind kind, std::vector<CacheKey>& new_keys);
@@ -72,6 +83,7 @@ class CacheGroup {
   GroupGeometry geometry_;
   GroupAllocator allocator_;
   PrefixCacheIndex index_;
+  bool notes_continuations_;
 };
 
 }  // namespace tokenspeed

@@ -1,7 +1,7 @@
 #include "prefix/prefix_cache_index.h"
 
 #include <algorithm>
-#include <tuple>
+#include <cstddef>
 #include <utility>
 
 #include "core/check.h"
@@ -9,12 +9,11 @@
 namespace tokenspeed {
 
 void PrefixCacheIndex::Entry::OnUnpinned() noexcept {
-  parked.key() = Rank();
-  // Mostly the newest epoch of all, and of a closed group suffixes first: then it belongs at the very end.
-  place = home->order.insert(home->order.end(), std::move(parked));
+  rank = Rank();
+  home->order.Insert(*this);
 }
 
-void PrefixCacheIndex::Entry::OnPinned() noexcept { parked = home->order.extract(place); }
+void PrefixCacheIndex::Entry::OnPinned() noexcept { home->order.Erase(*this); }
 
 EvictionRank PrefixCacheIndex::Entry::Rank() const {
   const int32_t index = metadata.logical_block_index;
@@ -31,7 +30,9 @@ EvictionRank PrefixCacheIndex::Entry::Rank() const {
 
 PrefixCacheIndex::~PrefixCacheIndex() {
   for (PoolEntries& entries : pools_) {
-    for (auto& [key, entry] : entries.by_key) entries.pool->SetCached(entry.block, nullptr);
+    entries.by_key.ForEachObject([&](Entry& entry) {
+      if (entry.block) entries.pool->SetCached(entry.block, nullptr);
+    });
   }
 }
 
@@ -43,12 +44,11 @@ bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const Cac
   PoolEntries& entries = MutableEntriesOf(pool);
 
   auto* known = static_cast<Entry*>(block->cached());
-  TOKENSPEED_CHECK(known == nullptr || *known->key == key, "a block is published under a second key");
-  auto made = entries.by_key.end();
+  TOKENSPEED_CHECK(known == nullptr || known->key == key, "a block is published under a second key");
+  Entry* made = nullptr;
   if (known == nullptr) {
-    bool fresh = false;
-    std::tie(made, fresh) = entries.by_key.try_emplace(key);
-    if (!fresh) known = &made->second;
+    const auto [found, fresh] = entries.by_key.FindOrMake(key);
+    (fresh ? made : known) = found;
   }
   if (known != nullptr) {
     Update(*known, [&](PrefixEntryMetadata& metadata) {
@@ -59,16 +59,13 @@ bool PrefixCacheIndex::Register(BlockPool& pool, CacheBlockRef& block, const Cac
     return false;
   }
 
-  Entry& entry = made->second;
-  entry.home = &entries;
-  entry.key = &made->first;
-  entry.block = block;
-  entry.metadata = {
+  // The caller's own handle pins it, so it starts outside the order.
+  made->home = &entries;
+  made->block = block;
+  made->metadata = {
       .last_access_epoch = epoch, .logical_block_index = logical_index, .boundary_kind = kind, .was_acquired = false};
-  // The caller's own handle pins it, so its node starts outside the order.
-  EvictionOrder nowhere;
-  entry.parked = nowhere.extract(nowhere.emplace(EvictionRank(), &entry).first);
-  pool.SetCached(entry.block, &entry);
+  made->is_continued = false;
+  pool.SetCached(made->block, made);
   return true;
 }
 
@@ -84,9 +81,14 @@ void PrefixCacheIndex::RegisterFullBlocks(BlockPool& pool, std::span<CacheBlockR
   }
 }
 
+void PrefixCacheIndex::Prefetch(const BlockPool& pool, const CacheKey& key) const {
+  const PoolEntries* entries = EntriesOf(pool);
+  if (entries != nullptr) entries->by_key.Prefetch(key);
+}
+
 bool PrefixCacheIndex::Contains(const BlockPool& pool, const CacheKey& key) const {
   const PoolEntries* entries = EntriesOf(pool);
-  return entries != nullptr && entries->by_key.contains(key);
+  return entries != nullptr && entries->by_key.Find(key) != nullptr;
 }
 
 bool PrefixCacheIndex::Contains(const BlockPool& pool, CacheBlockLocation location) const {
@@ -96,8 +98,8 @@ bool PrefixCacheIndex::Contains(const BlockPool& pool, CacheBlockLocation locati
 CacheBlockRef PrefixCacheIndex::Find(const BlockPool& pool, const CacheKey& key) const {
   const PoolEntries* entries = EntriesOf(pool);
   if (entries == nullptr) return {};
-  const auto found = entries->by_key.find(key);
-  return found == entries->by_key.end() ? CacheBlockRef() : found->second.block;
+  const Entry* found = entries->by_key.Find(key);
+  return found == nullptr ? CacheBlockRef() : found->block;
 }
 
 std::vector<CacheBlockRef> PrefixCacheIndex::AcquireMatched(const BlockPool& pool, std::span<const CacheKey> keys,
@@ -108,9 +110,9 @@ std::vector<CacheBlockRef> PrefixCacheIndex::AcquireMatched(const BlockPool& poo
   for (std::size_t slot = 0; slot < mask.size(); ++slot) {
     if (mask[slot] == 0) continue;
     TOKENSPEED_CHECK(entries != pools_.end(), "a probe is used after its blocks were evicted");
-    const auto found = entries->by_key.find(keys[slot]);
-    TOKENSPEED_CHECK(found != entries->by_key.end(), "a probe is used after its blocks were evicted");
-    Entry& entry = found->second;
+    Entry* found = entries->by_key.Find(keys[slot]);
+    TOKENSPEED_CHECK(found != nullptr, "a probe is used after its blocks were evicted");
+    Entry& entry = *found;
     blocks[slot] = entry.block;  // pins it, so that the change below moves nothing
     Update(entry, [&](PrefixEntryMetadata& metadata) {
       metadata.last_access_epoch = epoch;
@@ -129,11 +131,22 @@ std::vector<CacheBlockLocation> PrefixCacheIndex::MatchedLocations(const BlockPo
   for (std::size_t slot = 0; slot < mask.size(); ++slot) {
     if (mask[slot] == 0) continue;
     TOKENSPEED_CHECK(entries != nullptr, "a probe is used after its blocks were evicted");
-    const auto found = entries->by_key.find(keys[slot]);
-    TOKENSPEED_CHECK(found != entries->by_key.end(), "a probe is used after its blocks were evicted");
-    locations.push_back(found->second.block->Location());
+    const Entry* found = entries->by_key.Find(keys[slot]);
+    TOKENSPEED_CHECK(found != nullptr, "a probe is used after its blocks were evicted");
+    locations.push_back(found->block->Location());
   }
   return locations;
+}
+
+void PrefixCacheIndex::NoteContinuation(const CacheBlockRef& block) {
+  auto* entry = block ? static_cast<Entry*>(block->cached()) : nullptr;
+  if (entry != nullptr) entry->is_continued = true;
+}
+
+bool PrefixCacheIndex::IsContinued(const BlockPool& pool, const CacheKey& key) const {
+  const PoolEntries* entries = EntriesOf(pool);
+  const Entry* entry = entries == nullptr ? nullptr : entries->by_key.Find(key);
+  return entry != nullptr && entry->is_continued;
 }
 
 std::optional<PrefixEntryMetadata> PrefixCacheIndex::MetadataFor(const BlockPool& pool,
@@ -150,12 +163,27 @@ std::optional<CacheKey> PrefixCacheIndex::Evict(BlockPool& pool, CacheBlockLocat
 std::optional<CacheKey> PrefixCacheIndex::Withdraw(BlockPool& pool, CacheBlockLocation location) {
   Entry* entry = EntryAt(pool, location);
   if (entry == nullptr) return std::nullopt;
-  const CacheKey key = *entry->key;
+  const CacheKey key = entry->key;
   PoolEntries& entries = *entry->home;
-  if (entry->block.unique()) entries.order.erase(entry->place);
+  const bool unpinned = entry->block.unique();
+  if (unpinned) entries.order.Erase(*entry);
   pool.SetCached(entry->block, nullptr);
-  entries.by_key.erase(key);
+  entry->block.reset();
+  entries.by_key.Erase(*entry);
+  if (unpinned) PrefetchFront(entries);
   return key;
+}
+
+void PrefixCacheIndex::PrefetchFront(const PoolEntries& entries) {
+  const auto* front = static_cast<const Entry*>(entries.order.front());
+  if (front == nullptr) return;
+  entries.pool->Prefetch(front->rank.location);
+  front->block.Prefetch();
+  entries.by_key.PrefetchSlotOf(*front);
+  if (front->next == nullptr) return;
+  constexpr std::size_t kCacheLineBytes = 64;
+  const auto* next = reinterpret_cast<const char*>(static_cast<const Entry*>(front->next));
+  for (std::size_t byte = 0; byte < sizeof(Entry); byte += kCacheLineBytes) __builtin_prefetch(next + byte);
 }
 
 int32_t PrefixCacheIndex::NumEntries(const BlockPool& pool) const {
@@ -173,14 +201,15 @@ std::vector<PrefixCacheIndex::Candidate> PrefixCacheIndex::EvictableCandidates(c
   const PoolEntries* entries = EntriesOf(pool);
   if (entries == nullptr) return candidates;
   candidates.reserve(entries->order.size());
-  for (const auto& [rank, entry] : entries->order) candidates.push_back({rank.location, entry->metadata});
+  for (const EvictionQueue::Node* node = entries->order.front(); node != nullptr; node = node->next) {
+    candidates.push_back({node->rank.location, static_cast<const Entry*>(node)->metadata});
+  }
   return candidates;
 }
 
 PrefixCacheIndex::EvictionCursor PrefixCacheIndex::StartEviction(const BlockPool& pool) const {
   const PoolEntries* entries = EntriesOf(pool);
-  if (entries == nullptr) return EvictionCursor({}, {});
-  return EvictionCursor(entries->order.begin(), entries->order.end());
+  return EvictionCursor(entries == nullptr ? nullptr : entries->order.front());
 }
 
 EvictionRank PrefixCacheIndex::RankAt(const BlockPool& pool, CacheBlockLocation location) const {
@@ -211,8 +240,7 @@ template <typename Change>
 void PrefixCacheIndex::Update(Entry& entry, Change&& change) {
   change(entry.metadata);
   if (!entry.block.unique()) return;
-  const EvictionRank rank = entry.Rank();
-  if (rank == entry.place->first) return;
+  if (entry.Rank() == entry.rank) return;
   entry.OnPinned();
   entry.OnUnpinned();
 }

@@ -13,22 +13,23 @@
 //
 // Ownership: borrows the pools it has seen; they must outlive it.
 // Thread safety: none.
-// Costs: lookups and touching a pinned entry O(1) expected; pinning, unpinning and evicting O(log unpinned entries).
+// Costs: lookups, publishing, evicting, pinning and touching a pinned entry O(1) expected; unpinning O(log unpinned
+// entries), O(1) for the newest. Nothing is allocated once the index has been as large as it is. A cache is far larger
+// than the processor's caches, so the memory that a publication or an eviction will touch can be asked for early.
 
 #ifndef TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
 #define TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
 
-#include <compare>
 #include <cstdint>
 #include <list>
-#include <map>
 #include <optional>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "core/block_pool.h"
 #include "prefix/cache_key.h"
+#include "prefix/eviction_queue.h"
+#include "prefix/key_table.h"
 
 namespace tokenspeed {
 
@@ -46,20 +47,9 @@ struct PrefixEntryMetadata {
   friend bool operator==(const PrefixEntryMetadata&, const PrefixEntryMetadata&) = default;
 };
 
-// Value of a block to the cache, within a group. The smallest goes first.
-struct EvictionRank {
-  uint64_t epoch = 0;
-  int32_t tier = 0;  // 0 uncached, 1 probationary boundary, 2 established boundary, 3 closed prefix
-  int32_t position = 0;
-  CacheBlockLocation location;
-
-  friend auto operator<=>(const EvictionRank&, const EvictionRank&) = default;
-};
-
 class PrefixCacheIndex {
   struct PoolEntries;
   struct Entry;
-  using EvictionOrder = std::map<EvictionRank, Entry*>;
 
  public:
   struct Candidate {
@@ -71,14 +61,13 @@ class PrefixCacheIndex {
   class EvictionCursor {
    public:
     // Null at the end.
-    const EvictionRank* rank() const { return next_ == end_ ? nullptr : &next_->first; }
-    void Advance() { ++next_; }
+    const EvictionRank* rank() const { return next_ == nullptr ? nullptr : &next_->rank; }
+    void Advance() { next_ = next_->next; }
 
    private:
     friend class PrefixCacheIndex;
-    EvictionCursor(EvictionOrder::const_iterator next, EvictionOrder::const_iterator end) : next_(next), end_(end) {}
-    EvictionOrder::const_iterator next_;
-    EvictionOrder::const_iterator end_;
+    explicit EvictionCursor(const EvictionQueue::Node* next) : next_(next) {}
+    const EvictionQueue::Node* next_;
   };
 
   // `prefix_closed`: every shorter prefix of a cached one is worth more than the longer one.
@@ -98,6 +87,9 @@ class PrefixCacheIndex {
                           uint64_t epoch, int32_t first_logical_index, BoundaryKind kind,
                           std::vector<CacheKey>& new_keys);
 
+  // A hint to the processor that the key is about to be registered.
+  void Prefetch(const BlockPool& pool, const CacheKey& key) const;
+
   bool Contains(const BlockPool& pool, const CacheKey& key) const;
   bool Contains(const BlockPool& pool, CacheBlockLocation location) const;
   // A reference to the canonical block (a pin), empty when there is none.
@@ -110,6 +102,11 @@ class PrefixCacheIndex {
   // Locations of the set mask slots.
   std::vector<CacheBlockLocation> MatchedLocations(const BlockPool& pool, std::span<const CacheKey> keys,
                                                    std::span<const uint8_t> mask) const;
+
+  // Says that what follows this block has been cached too; nothing happens for a hole or a block that is not cached.
+  void NoteContinuation(const CacheBlockRef& block);
+  // Whether that has been said of the canonical block of the key, which may be absent.
+  bool IsContinued(const BlockPool& pool, const CacheKey& key) const;
 
   std::optional<PrefixEntryMetadata> MetadataFor(const BlockPool& pool, CacheBlockLocation location) const;
 
@@ -128,26 +125,25 @@ class PrefixCacheIndex {
   EvictionRank RankAt(const BlockPool& pool, CacheBlockLocation location) const;
 
  private:
-  struct Entry final : CachedBlock {
+  // As an eviction meets them, what belongs together lies side by side. The node is in the order while unpinned.
+  struct Entry final : CachedBlock, EvictionQueue::Node {
     void OnUnpinned() noexcept override;
     void OnPinned() noexcept override;
     EvictionRank Rank() const;
 
+    CacheBlockRef block;  // empty while the entry is not in use
     PoolEntries* home = nullptr;
-    const CacheKey* key = nullptr;  // the one in by_key
-    CacheBlockRef block;
     PrefixEntryMetadata metadata;
-    // Exactly one of these is in use: the place in the order, or the node taken out of it, kept so that unpinning never
-    // allocates.
-    EvictionOrder::iterator place;
-    EvictionOrder::node_type parked;
+    CacheKey key;
+    uint32_t number = 0;  // in the table
+    bool is_continued = false;
   };
 
   struct PoolEntries {
     BlockPool* pool;
     bool prefix_closed;
-    std::unordered_map<CacheKey, Entry, CacheKeyHash> by_key;  // its nodes own the entries
-    EvictionOrder order;                                       // the unpinned entries
+    KeyTable<Entry> by_key;
+    EvictionQueue order;  // the unpinned entries
   };
 
   const PoolEntries* EntriesOf(const BlockPool& pool) const;
@@ -156,6 +152,8 @@ class PrefixCacheIndex {
   Entry* EntryAt(const BlockPool& pool, CacheBlockLocation location) {
     return const_cast<Entry*>(static_cast<const PrefixCacheIndex*>(this)->EntryAt(pool, location));
   }
+  // Asks for the memory that evicting the front of the order, and then the next one, will touch.
+  static void PrefetchFront(const PoolEntries& entries);
   template <typename Change>
   static void Update(Entry& entry, Change&& change);
 

@@ -38,12 +38,15 @@ void RequestResources::WriteTables(const std::optional<CompletedPages>& complete
     written_frontiers_[group] = frontier;
     int32_t first = written;
     if (completed.has_value()) {
-      // Publishing may have put another block into a slot that it was offered.
-      const int32_t offered = cache.FirstSlotToPublish(*completed, written_published_[group]);
-      first = std::min(first, std::max(frontier, offered));
+      // Publishing may have put another block into a slot that it was offered. What is reserved behind the completed
+      // pages, perhaps much, is not worth fetching.
+      const auto num_pages = static_cast<int32_t>(completed->prefix_hashes.size());
+      const int32_t end = std::min(written, num_pages * cache.geometry().BlocksPerPrefixPage());
+      int32_t slot = std::max(frontier, cache.FirstSlotToPublish(*completed, written_published_[group]));
+      while (slot < end && row[static_cast<std::size_t>(slot)] == cache.allocator().SlotId(table, slot)) ++slot;
+      if (slot < end) first = slot;
     }
     written_published_[group] = table.published_blocks;
-    while (first < written && row[static_cast<std::size_t>(first)] == cache.allocator().SlotId(table, first)) ++first;
     ids.clear();
     for (int32_t slot = first; slot < table.NumSlots(); ++slot) ids.push_back(cache.allocator().SlotId(table, slot));
     written_.Write(group, slot_.index(), static_cast<std::size_t>(first), ids);
@@ -67,6 +70,10 @@ void PrefetchAll(const T& object) {
 }  // namespace
 
 void RequestResources::Prefetch() const { PrefetchAll(*this); }
+
+void RequestResources::PrefetchTables() const {
+  for (const BlockTable& table : tables_) __builtin_prefetch(&table);
+}
 
 void Request::Prefetch() const { PrefetchAll(*this); }
 

@@ -46,7 +46,7 @@ class RequestResources {
   void WriteTables(const std::optional<CompletedPages>& completed);
 
   void Prefetch() const;
-  void PrefetchTables() const { __builtin_prefetch(tables_.data()); }
+  void PrefetchTables() const;
 
   CacheProgress progress;
   RowsOut rows_out;
@@ -183,6 +183,7 @@ class Request {
   void Prefetch() const;
   void PrefetchResources() const {
     if (resources_ != nullptr) resources_->Prefetch();
+    __builtin_prefetch(tokens_.data() + tokens_.size());  // the latest tokens: what completes a page
   }
   void PrefetchTables() const {
     if (resources_ != nullptr) resources_->PrefetchTables();

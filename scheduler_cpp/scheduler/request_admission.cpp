@@ -86,10 +86,6 @@ void RequestAdmission::RecordSnapshot(CacheProgress& progress, int32_t end) cons
   progress.Record(end - end % config_.prefix_granularity, config_.prefix_granularity);
 }
 
-std::vector<TokenDemand> RequestAdmission::DecodeDemands(int32_t num_tokens) const {
-  return std::vector<TokenDemand>(config_.cache_groups.size(), TokenDemand{.extent = DenseGrowth{num_tokens}});
-}
-
 std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, int32_t frontier,
                                                               CacheProgress& progress) {
   const int32_t pages = frontier / config_.prefix_granularity;
@@ -169,7 +165,7 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
                                                                       BlockCopies& copies) {
   const int32_t hit = probe.prefix_tokens();
   const int32_t begin = probe.resume_tokens();
-  const int32_t promotion = probe.promotion_boundary_tokens();
+  const int32_t promotion = coordinator_.PromotionWorthStopping(probe);
   const auto chunk = static_cast<int32_t>(
       chunk_rules_.ChunkTokens(begin, /*resumes_hit=*/true, request.prefill_size() - begin, budget, promotion));
   if (chunk == 0) return AdmissionOutcome::kNotNow;
@@ -274,10 +270,9 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
     CacheProgress progress = resources.progress;
     const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
                                .num_computed_tokens = frontier};
-    const auto admitted = coordinator_.Admit(coordinator_.NeutralProbe(), resources.tables(), DecodeDemands(growth),
-                                             made, progress.access_epoch);
-    if (!admitted.has_value()) return AdmissionOutcome::kNoCapacity;
-    AppendPerGroup(fresh, admitted->new_block_ids);
+    if (!coordinator_.Grow(resources.tables(), growth, made, progress.access_epoch, fresh)) {
+      return AdmissionOutcome::kNoCapacity;
+    }
     progress.DiscardHashed(config_.prefix_granularity);
     resources.progress = std::move(progress);
     resources.WriteTables(made.completed_pages);
@@ -289,6 +284,18 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
     book_.Move(request, [&](Request& moved) { moved.StartDecode(config_.decode_input_tokens); });
   }
   return AdmissionOutcome::kScheduled;
+}
+
+void RequestAdmission::PrefetchDecode(Request& request, PublicationStep step) {
+  if (!HasCompletePrefill(request.state())) return;
+  const int32_t pages = request.NumComputedTokens() / config_.prefix_granularity;
+  RequestResources& resources = request.resources();
+  if (pages <= resources.progress.num_hashed_pages) return;
+  // To know where the page goes its hash is needed, which the step itself then finds computed.
+  const auto hashes = request.PrefixHashes(config_.prefix_granularity, pages);
+  for (int32_t group = 0; group < coordinator_.NumGroups(); ++group) {
+    coordinator_.group(group).PrefetchPublication(resources.tables()[static_cast<std::size_t>(group)], hashes, step);
+  }
 }
 
 void RequestAdmission::Watch(Request& request) {

@@ -70,6 +70,9 @@ class RequestAdmission {
   AdmissionOutcome RemotePrefill(Request& request, FreshBlocks& fresh);
   // The next decode step; on role P the hand-off to the peer, which takes no further block.
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
+  // Hints to the processor that the next decode step of a resident request comes soon. Only a step that completes a page
+  // gains by it (CacheGroup::PrefetchPublication); it hashes that page, which changes nothing that can be seen.
+  void PrefetchDecode(Request& request, PublicationStep step);
   // The first chunk of a waiting request that takes over the blocks of `parent`, a resident request whose rows for the
   // same prompt are all written by earlier rounds: only the prompt's end is computed again (request_fork.cpp). Nothing
   // is returned, and nothing changed, when the parent no longer holds all that this needs.
@@ -112,7 +115,6 @@ class RequestAdmission {
   // Demands of a chunk of `num_tokens` behind `before` computed tokens.
   std::vector<TokenDemand> Demands(int32_t before, int32_t num_tokens, const PrefillReserve& reserve) const;
   PrefillReserve FirstChunkReserve(const Request& request, int64_t hit, int64_t chunk) const;
-  std::vector<TokenDemand> DecodeDemands(int32_t num_tokens) const;
   // Moves `progress` on to `frontier` and says which pages that completes. The result refers to `progress`.
   std::optional<CompletedPages> CompletePages(Request& request, int32_t frontier, CacheProgress& progress);
   // Notes the snapshot that a chunk ending at `end` writes at the last boundary inside it.

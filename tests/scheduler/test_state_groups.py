@@ -146,6 +146,33 @@ def decode(s: Scenario, stream: list[int], accepted: tuple[int, ...]) -> None:
         stream += tokens
 
 
+def test_a_turn_that_takes_up_where_the_last_one_ended_makes_no_stop() -> None:
+    s = scenario((FULL, STATE), P=2)
+    history = s.fresh(7)
+    s.submit("r", history)
+    s.plan()
+    first = s.fresh(1)
+    s.advance(extend_result("r", first))
+    history += first
+    decode(s, history, (1,) * 4)
+    s.finish("r")
+    # History is cached to token 10, behind the snapshot at token 6, but nobody else has gone on from there.
+    s.submit("second", history + s.fresh(4))
+    step = s.plan()
+    assert (step.prefixes, step.inputs) == ([6], [10])
+    s.land("second", 1)
+    s.finish("second")
+    # Now somebody has: another way on from the same place may be taken again.
+    s.submit("third", history[:10] + s.fresh(6))
+    step = s.plan()
+    assert (step.prefixes, step.inputs) == ([6], [4])
+    s.land("third")
+    s.plan()
+    s.land("third", 1)
+    s.finish("third")
+    assert hit(s, history[:10] + s.fresh(6)) == 10
+
+
 @pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("accepted", [(1, 4, 1, 4, 3), (4, 4, 4, 4), (2, 3, 1, 1, 4, 2), (1,) * 13])
 @pytest.mark.parametrize("groups", [PAIR, (FULL,)])
