@@ -458,6 +458,9 @@ class Scheduler:
     def pd_transfer_pinned(self, request_id: str) -> bool: ...
     def num_retractions(self) -> int:
         """Times that a resident request gave up its cache, since the start."""
+    def num_checkpoint_lost_tokens(self) -> int:
+        """Prompt tokens, since the start, that the groups of whole history held when a prompt was admitted but that
+        it computed again, since no state snapshot stood at their end. 0 without a state group."""
     def empty_lcm_blocks(self) -> int: ...
     def active_lcm_blocks(self) -> int: ...
     def available_lcm_blocks(self) -> int:

@@ -202,6 +202,7 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("prefilling_size", Guarded(&Scheduler::PrefillingSize))
       .def("decoding_size", Guarded(&Scheduler::DecodingSize))
       .def("num_retractions", Guarded(&Scheduler::NumRetractions))
+      .def("num_checkpoint_lost_tokens", Guarded(&Scheduler::NumCheckpointLostTokens))
       .def("empty_lcm_blocks", Guarded(&Scheduler::EmptyLcmBlocks))
       .def("active_lcm_blocks", Guarded(&Scheduler::ActiveLcmBlocks))
       .def("available_lcm_blocks", Guarded(&Scheduler::AvailableLcmBlocks))

@@ -190,6 +190,7 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
   progress.num_hashed_pages = hit / config_.prefix_granularity;
   progress.access_epoch = admitted->access_epoch;
   progress.promotion_boundary_tokens = promotion;
+  if (chunk_rules_.has_state_group && promotion > 0) num_checkpoint_lost_tokens_ += promotion - hit;
   RecordSnapshot(progress, begin + chunk);
   resources->covered_tokens = int64_t{begin} + chunk;
   const PrefillWindow window{

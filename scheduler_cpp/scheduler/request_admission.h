@@ -63,6 +63,8 @@ class RequestAdmission {
   bool HasFreeSlot() const { return slots_.HasFree(); }
   // Budget a prefill needs to be sure to move.
   int64_t MinPrefillTokens() const { return chunk_rules_.MinChunkTokens(); }
+  // Tokens that the groups of whole history held of prompts admitted beside a state group, but no snapshot covered.
+  int64_t num_checkpoint_lost_tokens() const { return num_checkpoint_lost_tokens_; }
 
   // The first chunk of a waiting request, or the next one of a prefilling request, computed here.
   AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
@@ -130,6 +132,7 @@ class RequestAdmission {
   ResidentTables& resident_tables_;
   RequestBook& book_;
   ResidencyLedger* ledger_;
+  int64_t num_checkpoint_lost_tokens_ = 0;
 };
 
 }  // namespace tokenspeed

@@ -83,6 +83,8 @@ class Scheduler {
   bool PdTransferPinned(const std::string& request_id) const;
   // Times that a running request had to give up its cache, since the start.
   int64_t NumRetractions() const { return num_retractions_; }
+  // Prompt tokens that could not be reused for want of a state snapshot at their end, since the start.
+  int64_t NumCheckpointLostTokens() const { return admission_.num_checkpoint_lost_tokens(); }
 
   int32_t EmptyLcmBlocks() const { return coordinator_.NumEmptyLcmBlocks(); }
   int32_t ActiveLcmBlocks() const { return coordinator_.NumActiveLcmBlocks(); }

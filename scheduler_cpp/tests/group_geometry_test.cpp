@@ -231,6 +231,16 @@ TEST(GroupGeometry, geometry_by_kind) {
   EXPECT_EQ(full.BlocksPerPrefixPage(), 2);
 }
 
+TEST(GroupGeometry, T19_expiry_leaves_what_the_next_token_reads) {
+  const GroupGeometry window(Window(128, 64), 128);
+  EXPECT_EQ(window.ExpiredBlocks(200), 1);
+  EXPECT_EQ(window.ExpiredBlocks(127), 0);
+  EXPECT_EQ(window.ExpiredBlocks(191), 1);
+  const GroupGeometry state(State(128), 128);
+  EXPECT_EQ(state.ExpiredBlocks(129), 1);
+  EXPECT_EQ(state.ExpiredBlocks(128), 0);
+}
+
 TEST(GroupGeometry, impossible_demands_are_broken_invariants) {
   const GroupGeometry geometry(State(4), 4);
   BlockTable table;

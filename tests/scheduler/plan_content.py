@@ -38,6 +38,7 @@ def gauges(scheduler: Scheduler, groups: Sequence[str], request_ids: Sequence[st
         "remote_prefilling_size",
         "pd_transfer_size",
         "num_retractions",
+        "num_checkpoint_lost_tokens",
         "dropped_kv_events",
         "empty_lcm_blocks",
         "active_lcm_blocks",

@@ -137,6 +137,28 @@ def test_a_promoted_boundary_is_hit_by_the_next_prompt() -> None:
     assert hit(s, shared + s.fresh(3)) == 8
 
 
+@pytest.mark.parametrize(
+    ("groups", "lost"), [((FULL, STATE), 8), ((FULL, STATE, swa(4)), 8), ((FULL,), 0), ((STATE,), 0)]
+)
+def test_history_without_a_snapshot_at_its_end_counts_as_lost_once(groups: tuple[Group, ...], lost: int) -> None:
+    s = scenario(groups, P=2)
+    shared = s.fresh(8)
+    s.life("seed", shared + s.fresh(3))
+    assert s.scheduler.num_checkpoint_lost_tokens() == 0
+    # The seed left a snapshot at 10 only; this prompt computes the shared tokens again and leaves one at 8.
+    s.submit("promote", shared + s.fresh(3))
+    if lost:
+        assert s.plan().inputs == [8]
+        s.land("promote")
+    s.plan()
+    s.land("promote", 1)
+    s.finish("promote")
+    s.plan()
+    assert s.scheduler.num_checkpoint_lost_tokens() == lost
+    s.life("reuse", shared + s.fresh(3))
+    assert s.scheduler.num_checkpoint_lost_tokens() == lost
+
+
 def decode(s: Scenario, stream: list[int], accepted: tuple[int, ...]) -> None:
     """Decode steps of request r that accept so many tokens each; `stream` grows by them."""
     for count in accepted:

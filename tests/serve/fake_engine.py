@@ -47,6 +47,7 @@ class FakeStats:
     cached_tokens: int
     prefix_query_tokens: int
     finished: dict[str, int]
+    checkpoint_lost_tokens: int = 5
     retractions: int = 2
     compilations_after_warmup: int = 0
     arena_bytes: int = 4096

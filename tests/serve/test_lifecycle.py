@@ -127,6 +127,7 @@ def test_metrics_show_the_engine_and_the_latencies(client: TestClient, engine: F
         "tokenspeed:generation_tokens_total": tokens,
         "tokenspeed:prefix_cache_queries_total": 3,
         "tokenspeed:prefix_cache_hits_total": 3,
+        "tokenspeed:checkpoint_lost_tokens_total": 5,
         "tokenspeed:retractions_total": 2,
         "tokenspeed:compilations_after_warmup_total": 0,
         "tokenspeed:steps_total": 3,

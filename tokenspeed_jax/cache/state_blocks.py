@@ -21,7 +21,7 @@ class StateBlocks:
 
     Attributes:
         source: state before the step; 0 for a row without history, whose state is zeros.
-        checkpoint: state at the row's last boundary of P tokens strictly inside the step.
+        checkpoint: state at the row's last boundary of P tokens, where that lies strictly inside the step.
         target: state after the step; the source itself while the row stays within one block.
     """
 
@@ -33,7 +33,7 @@ class StateBlocks:
 def checkpoint_tokens(
     before: Int[np.ndarray, " rows"], after: Int[np.ndarray, " rows"], prefix_granularity: int
 ) -> Int[np.ndarray, " rows"]:
-    """The last multiple of P strictly between `before` and `after`; 0 where there is none."""
+    """The last multiple of P up to `after`, where it lies strictly between `before` and `after`; 0 elsewhere."""
     boundary = after // prefix_granularity * prefix_granularity
     return np.where((before < boundary) & (boundary < after), boundary, 0)
 

@@ -17,6 +17,8 @@ class EngineStats:
         kv_usage: share of the arena's parents referenced by running samples, now, in [0, 1].
         prompt_tokens: prompt tokens of admitted requests; `cached_tokens` of them came from the prefix cache.
         prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
+        checkpoint_lost_tokens: prompt tokens whose keys and values were cached at admission, but which were computed
+            again because no snapshot of the recurrent layers' state stood at their end.
         finished: samples ended, by finish reason.
         compilations_after_warmup: programs compiled since the engine was ready; 0 when every shape was warm.
         arena_bytes: bytes of the cache arena.
@@ -30,6 +32,7 @@ class EngineStats:
     generation_tokens: int = 0
     cached_tokens: int = 0
     prefix_query_tokens: int = 0
+    checkpoint_lost_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     retractions: int = 0
     compilations_after_warmup: int = 0
@@ -48,7 +51,7 @@ class StatsCollector:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
-        self._gauges = (0, 0, 0.0, 0)
+        self._gauges = (0, 0, 0.0, 0, 0)
 
     def observe_prompt(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request was admitted for the first time."""
@@ -74,14 +77,15 @@ class StatsCollector:
         """Reads the scheduler's gauges; called on the loop's thread only."""
         running = scheduler.prefilling_size() + scheduler.decoding_size()
         usage = scheduler.active_lcm_blocks() / self._num_parents
-        gauges = (running, scheduler.waiting_size(), usage, scheduler.num_retractions())
+        totals = (scheduler.num_retractions(), scheduler.num_checkpoint_lost_tokens())
+        gauges = (running, scheduler.waiting_size(), usage, *totals)
         with self._lock:
             self._gauges = gauges
 
     def snapshot(self, *, arena_bytes: int, compilations_after_warmup: int) -> EngineStats:
         """The current figures."""
         with self._lock:
-            running, waiting, usage, retractions = self._gauges
+            running, waiting, usage, retractions, checkpoint_lost = self._gauges
             return EngineStats(
                 running=running,
                 waiting=waiting,
@@ -90,6 +94,7 @@ class StatsCollector:
                 generation_tokens=self._counts["generated"],
                 cached_tokens=self._counts["cached"],
                 prefix_query_tokens=self._counts["queried"],
+                checkpoint_lost_tokens=checkpoint_lost,
                 finished=dict(self._finished),
                 retractions=retractions,
                 compilations_after_warmup=compilations_after_warmup,

@@ -26,6 +26,7 @@ _COUNTERS = (
     ("generation_tokens", "generation_tokens", "generated tokens"),
     ("prefix_cache_queries", "prefix_query_tokens", "prompt tokens looked up in the prefix cache"),
     ("prefix_cache_hits", "cached_tokens", "prompt tokens taken from the prefix cache"),
+    ("checkpoint_lost_tokens", "checkpoint_lost_tokens", "cached prompt tokens without a state snapshot at their end"),
     ("retractions", "retractions", "running samples that lost their blocks to others and started over"),
     ("compilations_after_warmup", "compilations_after_warmup", "programs compiled since the engine was ready"),
     ("steps", "steps", "steps landed"),
