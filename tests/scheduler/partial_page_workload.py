@@ -104,6 +104,10 @@ class PartialPages(Workload):
             for group, table in enumerate(request.tables or [])
             for block in table
         }
+        # Publishing may have put other blocks into the tables of this very round.
+        held |= {
+            (group, block) for name in step.ids for group in range(len(self.groups)) for block in step.row(name, group)
+        }
         partial: Copies = {
             name: [pair for pair in copies if (int(name[1:]), pair[0]) not in held]
             for name, copies in step.copied.items()
