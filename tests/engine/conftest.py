@@ -7,6 +7,8 @@ import pytest
 
 from tokenspeed_jax import Engine, EngineConfig
 
+from .three_kinds import THREE_KINDS, three_kinds_model
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 EngineFactory = Callable[..., Engine]
@@ -32,7 +34,8 @@ def tiny_engine() -> Iterator[EngineFactory]:
         } | options
         config = EngineConfig(model=str(GOLDEN / "tiny" / family), **settings)  # type: ignore[arg-type]
         if config not in engines:
-            engines[config] = Engine(config)
+            own = family == THREE_KINDS
+            engines[config] = Engine.from_model(three_kinds_model(), config) if own else Engine(config)
         return engines[config]
 
     yield make

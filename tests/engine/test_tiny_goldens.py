@@ -1,4 +1,4 @@
-"""Every path through the engine gives the tokens and log-probabilities that transformers recorded."""
+"""Every path through the engine gives the tokens and log-probabilities that transformers recorded, or PlainStep."""
 
 import json
 from typing import Any
@@ -13,11 +13,16 @@ from tokenspeed_jax.recipes.setup import CACHE_FAMILIES
 
 from ..families import ALL
 from .conftest import GOLDEN, EngineFactory
+from .three_kinds import CONFIG, THREE_KINDS, three_kinds_golden
+
+FAMILIES = (*ALL, THREE_KINDS)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
 
 
 def golden_prompts(family: str) -> list[dict[str, Any]]:
+    if family == THREE_KINDS:
+        return list(three_kinds_golden())
     return json.loads((GOLDEN / "tiny" / f"{family}.json").read_text())["prompts"]
 
 
@@ -45,7 +50,7 @@ def run_goldens(engine: Engine, family: str, *, together: bool) -> None:
             assert_is_golden(output, golden)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_cold_then_warm_prompts_in_one_chunk_match(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family)
     run_goldens(engine, family, together=False)
@@ -53,7 +58,7 @@ def test_cold_then_warm_prompts_in_one_chunk_match(tiny_engine: EngineFactory, f
     assert engine.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
     tiny_engine: EngineFactory, family: str
 ) -> None:
@@ -65,7 +70,7 @@ def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
         assert_is_golden(output, golden)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
     # Undeclared output budgets, and a pool that holds one and a half requests at full length (equal requests share
     # blocks; Mistral's keep only a window each). Without overlap, since a request whose step is in flight is never
@@ -98,7 +103,10 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
 
 def small_pool_bytes(family: str) -> int:
     """Arena bytes for one and a half requests of 232 tokens, in blocks of 16."""
-    _, config = resolve_model(json.loads((GOLDEN / "tiny" / family / "config.json").read_text()))
+    if family == THREE_KINDS:
+        config = CONFIG
+    else:
+        _, config = resolve_model(json.loads((GOLDEN / "tiny" / family / "config.json").read_text()))
     recipe = CACHE_FAMILIES[config.cache_family](
         config.attention_layers(),
         kv_dtype="float32",
