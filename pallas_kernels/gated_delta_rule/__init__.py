@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.mosaic import gated_delta_rule_mosaic
 from tokenspeed_jax.pallas_kernels.gated_delta_rule.reference import (
     gated_delta_rule_reference,
     gated_delta_rule_step_reference,
@@ -19,11 +20,10 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     hopper_refusal,
 )
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
 __all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step"]
-
-NO_KERNEL = "chunks have no kernel of their own"
 
 
 class DeltaRuleInputs(NamedTuple):
@@ -62,8 +62,12 @@ def gated_delta_rule(
     """
     check_delta_rule(inputs, initial_states.shape[1:])
     check_implementation(implementation)
-    implementation = choose_implementation(implementation, NO_KERNEL)
-    functions = {"reference": gated_delta_rule_reference, "xla": gated_delta_rule_xla}
+    implementation = choose_implementation(implementation, hopper_refusal() or state_scan_refusal(inputs.v, inputs.k))
+    functions = {
+        "reference": gated_delta_rule_reference,
+        "xla": gated_delta_rule_xla,
+        "mosaic": gated_delta_rule_mosaic,
+    }
     with jax.named_scope("gated_delta_rule"):
         return functions[implementation](inputs, initial_states, rows)
 

@@ -13,17 +13,17 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     choose_implementation,
     hopper_refusal,
 )
+from tokenspeed_jax.pallas_kernels.linear_attention.mosaic import linear_attention_mosaic
 from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
     linear_attention_reference,
     linear_attention_step_reference,
 )
 from tokenspeed_jax.pallas_kernels.linear_attention.xla import linear_attention_step_xla, linear_attention_xla
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
 __all__ = ["LinearAttentionInputs", "linear_attention", "linear_attention_step"]
-
-NO_KERNEL = "chunks have no kernel of their own"
 
 
 class LinearAttentionInputs(NamedTuple):
@@ -59,8 +59,12 @@ def linear_attention(
     """
     check_linear_attention(inputs, initial_states.shape[1:])
     check_implementation(implementation)
-    implementation = choose_implementation(implementation, NO_KERNEL)
-    functions = {"reference": linear_attention_reference, "xla": linear_attention_xla}
+    implementation = choose_implementation(implementation, hopper_refusal() or state_scan_refusal(inputs.v, inputs.k))
+    functions = {
+        "reference": linear_attention_reference,
+        "xla": linear_attention_xla,
+        "mosaic": linear_attention_mosaic,
+    }
     with jax.named_scope("linear_attention"):
         return functions[implementation](inputs, initial_states, rows)
 
