@@ -23,7 +23,7 @@ CacheGroupConfig State() {
   return group;
 }
 
-TEST(ChunkArithmetic, AlignedChunksEndOnPagesOrComplete) {
+TEST(ChunkArithmetic, AR1_AR2_AlignedChunksEndOnPagesOrComplete) {
   EXPECT_EQ(AlignPrefillChunk(16, 24, 24, 4, 32), 16);
   EXPECT_EQ(AlignPrefillChunk(16, 24, 8, 4, 32), 8);
   EXPECT_EQ(AlignPrefillChunk(24, 16, 16, 4, 32), 8);
@@ -37,7 +37,7 @@ TEST(ChunkArithmetic, AlignedChunksEndOnPagesOrComplete) {
   EXPECT_EQ(AlignPrefillChunk(51200, 100, 100, 128, 0), 100);
 }
 
-TEST(ChunkArithmetic, AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
+TEST(ChunkArithmetic, AR9_AR10_AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
   EXPECT_EQ(FirstSnapshotTokens(50432, 51300, 128), 51200);
   EXPECT_EQ(FirstSnapshotTokens(51200, 51300, 128), 51300);
   EXPECT_EQ(FirstSnapshotTokens(0, 10, 8), 8);
@@ -46,7 +46,7 @@ TEST(ChunkArithmetic, AChunkLeavesItsFirstSnapshotAtTheLastBoundaryOrAtItsEnd) {
   EXPECT_EQ(FirstSnapshotTokens(0, 3, 8), 3);
 }
 
-TEST(ChunkArithmetic, AChunkLeavesAWholeReplayWindowOrNothing) {
+TEST(ChunkArithmetic, AR3_AChunkLeavesAWholeReplayWindowOrNothing) {
   EXPECT_EQ(ChunkKeepingFinalWindow(30, 30, 8), 30);
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 72, 8), 64);
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 100, 8), 64);
@@ -57,7 +57,7 @@ TEST(ChunkArithmetic, AChunkLeavesAWholeReplayWindowOrNothing) {
   EXPECT_EQ(ChunkKeepingFinalWindow(64, 70, 0), 64);
 }
 
-TEST(ChunkArithmetic, ReplayTakesItsPartOfTheBudget) {
+TEST(ChunkArithmetic, AR4_ReplayTakesItsPartOfTheBudget) {
   const PrefillChunkRules rules{.prefix_granularity = 4, .replay_window = 8, .has_state_group = false};
   EXPECT_EQ(rules.ChunkTokens(16, true, 100, 40, 0), 32);
   EXPECT_EQ(rules.ChunkTokens(4, true, 100, 40, 0), 36);
@@ -79,7 +79,7 @@ TEST(ChunkArithmetic, APromotionAlignsWhenTheBudgetAllowsAndNeverStopsAPrompt) {
   EXPECT_EQ(state.ChunkTokens(0, true, 100, 3, 8), 0);
 }
 
-TEST(ChunkArithmetic, TheBudgetThatIsSureToMoveAPrefill) {
+TEST(ChunkArithmetic, AR5_TheBudgetThatIsSureToMoveAPrefill) {
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 4, .replay_window = 8}.MinChunkTokens()), 16);
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 16, .replay_window = 8}.MinChunkTokens()), 24);
   EXPECT_EQ((PrefillChunkRules{.prefix_granularity = 4}.MinChunkTokens()), 0);
@@ -87,7 +87,7 @@ TEST(ChunkArithmetic, TheBudgetThatIsSureToMoveAPrefill) {
             4);
 }
 
-TEST(ChunkArithmetic, ReservesPerKindOfGroup) {
+TEST(ChunkArithmetic, AR6_AR7_ReservesPerKindOfGroup) {
   const PrefillReserve open{.decode_width = 2, .prompt_headroom = 30};
   EXPECT_EQ(open.TokensFor(Full()), 30);
   EXPECT_EQ(open.TokensFor(Sliding(8)), 0);
@@ -98,7 +98,7 @@ TEST(ChunkArithmetic, ReservesPerKindOfGroup) {
   EXPECT_EQ(complete.TokensFor(State()), 4);
 }
 
-TEST(ChunkArithmetic, ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
+TEST(ChunkArithmetic, AR8_ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPin) {
   const auto tokens = [](bool completes, int64_t headroom, int64_t unrecycled) {
     const PrefillReserve reserve{
         .decode_width = 2, .completes = completes, .prompt_headroom = headroom, .unrecycled = unrecycled};
@@ -110,7 +110,7 @@ TEST(ChunkArithmetic, ASlidingReserveIsBoundedByWindowHeadroomAndWhatOthersMayPi
   EXPECT_EQ(tokens(true, 0, 20), 2);
 }
 
-TEST(ChunkArithmetic, HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
+TEST(ChunkArithmetic, AR11_HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
   const auto headroom = [](int64_t retractions, int64_t generated, int64_t max_new) {
     return GenerationBudget{.max_new_tokens = max_new, .generated = generated, .retractions = retractions}
         .AdmissionHeadroom();
@@ -123,7 +123,7 @@ TEST(ChunkArithmetic, HeadroomGrowsWithRetractionsAndShrinksWithWhatIsLeft) {
   EXPECT_EQ(headroom(0, 0, 0), 0);
 }
 
-TEST(ChunkArithmetic, CoverIsJudgedOnTheRestAtAdmission) {
+TEST(ChunkArithmetic, AR12_CoverIsJudgedOnTheRestAtAdmission) {
   EXPECT_FALSE((GenerationBudget{.max_new_tokens = 6000, .generated = 4097}.ReserveCoversGeneration()));
   EXPECT_TRUE((GenerationBudget{
       .max_new_tokens = 6000, .generated = 1000, .generated_at_admission = 1000, .retractions = 1}

@@ -23,14 +23,14 @@ ForwardBatch Decodes(const std::vector<Tables>& rows, const std::vector<std::str
   return batch;
 }
 
-TEST(ForwardBatch, ShorterRowsArePaddedAndHolesStay) {
+TEST(ForwardBatch, SC31_ShorterRowsArePaddedAndHolesStay) {
   const ForwardBatch batch = Decodes({{{10, 11, 12}}, {{20}}}, {"g"});
   EXPECT_EQ(batch.block_tables.at("g").ids, (std::vector<int32_t>{10, 11, 12, 20, -1, -1}));
   const ForwardBatch holes = Decodes({{{0, 31}}, {{40}}}, {"g"});
   EXPECT_EQ(holes.block_tables.at("g").ids, (std::vector<int32_t>{0, 31, 40, -1}));
 }
 
-TEST(ForwardBatch, AGroupThatOneRowHasGetsAKeyAndTheOthersPadding) {
+TEST(ForwardBatch, SC31_AGroupThatOneRowHasGetsAKeyAndTheOthersPadding) {
   const ForwardBatch batch = Decodes({{{1}, {}}, {{2}, {5, 6}}}, {"a", "b", "c"});
   EXPECT_EQ(batch.block_tables.size(), std::size_t{2});
   EXPECT_EQ(batch.block_tables.at("b").ids, (std::vector<int32_t>{-1, -1, 5, 6}));

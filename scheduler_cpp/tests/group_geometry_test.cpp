@@ -257,8 +257,8 @@ TEST(GroupGeometry, impossible_demands_are_broken_invariants) {
   EXPECT_FATAL(GroupGeometry(Window(0, 4), 4));
 }
 
-// S-AR9 and S-AR10: the blocks that a chunk with state needs, from the token count of its first snapshot.
-TEST(GroupGeometry, a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
+// The blocks that a chunk with state needs, from the token count of its first snapshot.
+TEST(GroupGeometry, AR9_AR10_a_snapshot_suffix_starts_at_the_block_of_its_first_snapshot) {
   const GroupGeometry coarse(State(128), 128);
   const BlockTable empty;
   const AcquirePlan crossing =

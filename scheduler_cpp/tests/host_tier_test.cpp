@@ -111,7 +111,7 @@ struct TwoTierCase {
   int32_t pins;
 };
 
-TEST(HostTier, PM19_to_PM21_the_host_is_matched_from_the_device_prefix_on) {
+TEST(HostTier, PM19_PM20_PM21_the_host_is_matched_from_the_device_prefix_on) {
   for (const TwoTierCase& c :
        {TwoTierCase{{1, 2, 3}, {2, 3}, 8, 5}, {{1, 2, 3}, {1, 2}, 6, 4}, {{1, 3}, {1, 2, 3}, 4, 2}}) {
     Tiers t(2, 16, 8, {Full(2), Window(4, 2)});

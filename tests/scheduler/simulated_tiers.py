@@ -104,6 +104,8 @@ class Tiers:
             self.stores[op.op_id] = (op, read)
             for transfer in op.transfers:
                 self._give_away(transfer.group, transfer.destination)
+        stored = [transfer.key for op, _ in self.stores.values() for transfer in op.transfers]
+        assert len(set(stored)) == len(stored), "a key is in two stores at once"
 
     def _give_away(self, group: int, host_block: int) -> None:
         self.evicted += self.host.pop((group, host_block), None) is not None

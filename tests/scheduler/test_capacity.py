@@ -75,7 +75,7 @@ def three_kinds(role: SchedulerConfig.Role) -> CapacityModel:
         (Role.D, [1056, 64, 96], 184, [65, 4, 6], 12),
     ],
 )
-def test_demand_of_three_kinds_of_group(
+def test_cm1_cm2_demand_of_three_kinds_of_group(
     role: SchedulerConfig.Role, pages: list[int], parents: int, single: list[int], single_parents: int
 ) -> None:
     model = three_kinds(role)
@@ -102,7 +102,7 @@ def test_demand_of_three_state_groups_and_its_inverse() -> None:
     assert (parents(1875968), parents(1875969)) == (2000, 2001)
 
 
-def test_parents_are_counted_per_group() -> None:
+def test_cm3_parents_are_counted_per_group() -> None:
     model = CapacityModel(config([full(4, 12), state(4)], 4, 8))
     assert model.lcm_blocks_needed_for([25, 3]) == 6
     with pytest.raises(ValueError, match="group_pages"):
@@ -114,18 +114,24 @@ def test_parents_are_counted_per_group() -> None:
 @pytest.mark.parametrize(
     ("made", "parents", "tokens"),
     [
-        (config([state(4)], 4, 8, disable_prefix_cache=True), 2, 5),
-        (config([state(4)], 4, 8, disable_prefix_cache=True), 3, 9),
-        (config([state(1)], 4, 8), 3, 5),
-        (config([full(2), full(2)], 2, 64), 8, 8),
-        (config([full(2), full(1)], 2, 64), 8, 5),
-        (config([full(2), full(2)], 2, 64, overlap_schedule_depth=1), 8, 7),
-        (config([sliding(4, 2, 2)], 4, 64, role=Role.D), 2, 8),
-        (config([full(2)], 2, 64, role=Role.D), 3, 6),
-        (config([full(2, 2), state(2)], 2, 8, role=Role.D), 8, 16),
-        (config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 284, 417_792),
-        (config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 97, 130_560),
-        (config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 98, 132_096),
+        pytest.param(config([state(4)], 4, 8, disable_prefix_cache=True), 2, 5, id="cm4-2"),
+        pytest.param(config([state(4)], 4, 8, disable_prefix_cache=True), 3, 9, id="cm4-3"),
+        pytest.param(config([state(1)], 4, 8), 3, 5, id="cm5"),
+        pytest.param(config([full(2), full(2)], 2, 64), 8, 8, id="cm6"),
+        pytest.param(config([full(2), full(1)], 2, 64), 8, 5, id="cm6-fine"),
+        pytest.param(config([full(2), full(2)], 2, 64, overlap_schedule_depth=1), 8, 7, id="cm6-overlap"),
+        pytest.param(config([sliding(4, 2, 2)], 4, 64, role=Role.D), 2, 8, id="cm7-window"),
+        pytest.param(config([full(2)], 2, 64, role=Role.D), 3, 6, id="cm7-history"),
+        pytest.param(config([full(2, 2), state(2)], 2, 8, role=Role.D), 8, 16, id="cm7-state"),
+        pytest.param(
+            config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 284, 417_792, id="cm8-284"
+        ),
+        pytest.param(
+            config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 97, 130_560, id="cm8-97"
+        ),
+        pytest.param(
+            config([full(128, 12), *(state(128, f"s{i}") for i in range(3))], 128, 8192), 98, 132_096, id="cm8-98"
+        ),
     ],
 )
 def test_longest_single_request(made: SchedulerConfig, parents: int, tokens: int) -> None:
@@ -143,7 +149,7 @@ def group_sets() -> list[list[CacheGroupConfig]]:
 
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("role", ROLES)
-def test_one_row_alone_never_needs_more_than_a_batch_of_one(which: int, role: SchedulerConfig.Role) -> None:
+def test_cm9_one_row_alone_never_needs_more_than_a_batch_of_one(which: int, role: SchedulerConfig.Role) -> None:
     for C, width, overlap, no_cache in itertools.product((4, 8, 9, 16), (1, 3), (0, 1), (False, True)):
         made = config(
             group_sets()[which],
@@ -167,7 +173,7 @@ def test_one_row_alone_never_needs_more_than_a_batch_of_one(which: int, role: Sc
 
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("role", ROLES)
-def test_scheduler_and_model_agree_on_the_longest_request(which: int, role: SchedulerConfig.Role) -> None:
+def test_cm9_scheduler_and_model_agree_on_the_longest_request(which: int, role: SchedulerConfig.Role) -> None:
     for C, width, overlap, no_cache in itertools.product((4, 8, 9, 16), (1, 3), (0, 1), (False, True)):
         for parents in range(2, 13):
             groups = group_sets()[which]
@@ -197,7 +203,7 @@ def test_scheduler_and_model_agree_on_the_longest_request(which: int, role: Sche
                         scheduler.submit_requests([spec("long", range(prompt))])
 
 
-def test_the_model_looks_at_no_page_count_and_the_scheduler_does() -> None:
+def test_cm10_the_model_looks_at_no_page_count_and_the_scheduler_does() -> None:
     made = config([full(4)], 4, 8)
     CapacityModel(made)
     with pytest.raises(ValueError, match="device cache"):

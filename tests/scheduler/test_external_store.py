@@ -13,7 +13,7 @@ def with_store(host: int, usable: int = 20, **fields: object) -> TierScenario:
     return TierScenario([FULL], usable, host, **({"enable_l3_storage": True} | fields))
 
 
-def test_L312_a_host_too_short_for_the_stored_prefix_shortens_the_hit() -> None:
+def test_l312_a_host_too_short_for_the_stored_prefix_shortens_the_hit() -> None:
     s = with_store(host=2)
     prompt = s.fresh(8)
     s.register(prompt)
@@ -24,7 +24,7 @@ def test_L312_a_host_too_short_for_the_stored_prefix_shortens_the_hit() -> None:
     assert all(transfer.from_storage for transfer in op.transfers)
 
 
-def test_L312_the_hit_is_derived_anew_when_the_host_has_less_room_than_keys() -> None:
+def test_l312_the_hit_is_derived_anew_when_the_host_has_less_room_than_keys() -> None:
     s = with_store(host=4)
     first, second = s.fresh(6), s.fresh(8)
     s.submit("filler", first)
@@ -38,7 +38,7 @@ def test_L312_the_hit_is_derived_anew_when_the_host_has_less_room_than_keys() ->
     assert len(step.zeroed["g0"]) == len(step.row("a")) - 1  # of the attempt that counted
 
 
-def test_L313_a_missing_object_makes_the_request_a_cold_miss() -> None:
+def test_l313_a_missing_object_makes_the_request_a_cold_miss() -> None:
     s = with_store(host=8)
     prompt = s.fresh(8)
     s.register(prompt)
@@ -72,7 +72,7 @@ def test_a_fetched_prefix_is_shared_once_it_has_arrived() -> None:
     assert (s.cached, s.pins) == (3, 0)
 
 
-def test_L314_prefixes_are_asked_for_while_somebody_could_start() -> None:
+def test_l314_prefixes_are_asked_for_while_somebody_could_start() -> None:
     s = with_store(host=8, usable=8, max_batch_size=1)
     prompt = s.fresh(8)
     s.submit("a", prompt)

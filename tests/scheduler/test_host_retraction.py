@@ -1,4 +1,4 @@
-"""Retraction and readmission over a host tier: snapshots, the phase of those who come back, and patience (S-RT12)."""
+"""Retraction and readmission over a host tier: snapshots, who comes back first, and patience (S-RT12 and S-RT17)."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def driven_to_retraction(usable: int = 12, **fields: object) -> tuple[TierScenar
     pytest.fail("nobody gave way")
 
 
-def test_RT12_a_retraction_stores_without_holding_and_its_request_waits_its_turn() -> None:
+def test_rt12_a_retraction_stores_without_holding_and_its_request_waits_its_turn() -> None:
     s, step = driven_to_retraction()
     (op,) = write_backs(step)
     assert not op.pinned
@@ -80,6 +80,29 @@ def test_new_prompts_are_sealed_while_a_readmission_does_not_fit_and_decodes_go_
     assert step.ids == ["r1"]
     land_all(s, step)
     assert "tiny" in s.plan().ids
+
+
+def test_rt17_who_has_generated_comes_back_before_an_unfinished_prompt_that_gave_way_earlier() -> None:
+    s = TierScenario((FULL, FULL), 22, 80, budget=8)
+    s.acknowledges = True
+    for request_id in ("d1", "d2"):
+        s.prefill(request_id, 4)
+    s.submit("half", 16)
+    step = s.plan()
+    assert (step.ids, step.inputs) == (["half"], [8])
+    land_all(s, step)
+    step = s.plan()
+    assert (step.ids, s.scheduler.num_retractions()) == (["d1", "d2"], 1)
+    while s.scheduler.num_retractions() == 1:
+        land_all(s, step)
+        step = s.plan()
+    step = s.plan()
+    assert (step.ids, s.scheduler.waiting_size()) == (["d2"], 2)
+    s.abort("d2")
+    step = s.plan()
+    assert (step.ids, step.prefixes, step.batch.prefill_lengths) == (["d1"], [12], [13])
+    s.abort("d1")
+    assert s.plan().ids == ["half"]
 
 
 def test_without_a_host_a_retracted_request_competes_like_a_new_prompt() -> None:

@@ -20,7 +20,7 @@ def start(s: TierScenario, request_id: str, prompt: int | list[int]) -> Step:
     return s.plan()
 
 
-def test_HT1_a_complete_prompt_is_copied_in_one_pinned_operation() -> None:
+def test_ht1_a_complete_prompt_is_copied_in_one_pinned_operation() -> None:
     s = tiers()
     (op,) = write_backs(start(s, "a", 8))
     assert op.pinned
@@ -29,7 +29,7 @@ def test_HT1_a_complete_prompt_is_copied_in_one_pinned_operation() -> None:
     assert (s.cached, s.pins) == (0, 6)
 
 
-def test_HT2_sources_are_held_until_the_copy_is_acknowledged() -> None:
+def test_ht2_sources_are_held_until_the_copy_is_acknowledged() -> None:
     s = tiers()
     ops = write_backs(start(s, "a", 8))
     assert write_backs(s.end("a")) == []
@@ -38,7 +38,7 @@ def test_HT2_sources_are_held_until_the_copy_is_acknowledged() -> None:
     assert (s.available, s.cached, s.pins) == (USABLE, 6, 0)
 
 
-def test_HT3_what_the_host_has_is_not_stored_again() -> None:
+def test_ht3_what_the_host_has_is_not_stored_again() -> None:
     s = tiers()
     prompt = s.fresh(8)
     s.stored(*write_backs(start(s, "a", prompt)))
@@ -47,7 +47,7 @@ def test_HT3_what_the_host_has_is_not_stored_again() -> None:
     assert write_backs(s.end("b")) == []
 
 
-def test_HT4_a_full_host_takes_nothing_while_copies_are_under_way() -> None:
+def test_ht4_a_full_host_takes_nothing_while_copies_are_under_way() -> None:
     s = tiers()
     start(s, "a", 8)
     s.end("a")
@@ -57,7 +57,7 @@ def test_HT4_a_full_host_takes_nothing_while_copies_are_under_way() -> None:
     assert s.scheduler.num_dropped_stores() == 12  # six at the prompt's end, six at the request's
 
 
-def test_HT5_new_stores_replace_old_entries_at_once() -> None:
+def test_ht5_new_stores_replace_old_entries_at_once() -> None:
     s = tiers()
     s.stored(*write_backs(start(s, "a", 8)))
     s.end("a")
@@ -68,7 +68,7 @@ def test_HT5_new_stores_replace_old_entries_at_once() -> None:
     assert s.cached == 6
 
 
-def test_HT6_identical_prompts_are_stored_once() -> None:
+def test_ht6_identical_prompts_are_stored_once() -> None:
     s = tiers(host=12)
     prompt = s.fresh(8)
     s.submit("a", prompt)
@@ -79,14 +79,14 @@ def test_HT6_identical_prompts_are_stored_once() -> None:
     assert s.scheduler.host_empty_lcm_blocks() == 6
 
 
-def test_HT7_what_finds_no_room_is_dropped() -> None:
+def test_ht7_what_finds_no_room_is_dropped() -> None:
     s = tiers(host=4)
     (op,) = write_backs(start(s, "a", 8))
     assert [transfer.group for transfer in op.transfers] == [0, 0, 0, 0]
     assert write_backs(s.end("a")) == []
 
 
-def test_HT8_repeated_and_unknown_acknowledgements_change_nothing() -> None:
+def test_ht8_repeated_and_unknown_acknowledgements_change_nothing() -> None:
     s = tiers()
     (op,) = write_backs(start(s, "a", 8))
     s.advance(write_back_done(op.op_id + 1), Cache.LoadBackDoneEvent(op.op_id, True))
@@ -112,7 +112,7 @@ def test_an_operation_that_nobody_was_told_of_cannot_be_acknowledged() -> None:
     assert s.cached == 6 + len(late.transfers)
 
 
-def test_HT9_a_chunk_that_its_own_slid_pages_would_fund_waits_for_their_copies() -> None:
+def test_ht9_a_chunk_that_its_own_slid_pages_would_fund_waits_for_their_copies() -> None:
     s = tiers(host=12, usable=12, budget=4)
     s.submit("a", 12)
     s.plan()
@@ -143,7 +143,7 @@ def on_host(usable: int = 12, **fields: object) -> TierScenario:
     return s
 
 
-def test_HT10_a_prefix_comes_back_from_the_host() -> None:
+def test_ht10_a_prefix_comes_back_from_the_host() -> None:
     s = on_host()
     s.submit("c", list(range(1, 11)))
     step = s.plan()
@@ -161,7 +161,7 @@ def test_HT10_a_prefix_comes_back_from_the_host() -> None:
     assert s.pins == 0
 
 
-def test_HT11_an_aborted_request_leaves_its_load_its_blocks() -> None:
+def test_ht11_an_aborted_request_leaves_its_load_its_blocks() -> None:
     s = on_host()
     s.submit("c", list(range(1, 11)))
     ops = load_backs(s.plan())
@@ -176,7 +176,7 @@ def test_HT11_an_aborted_request_leaves_its_load_its_blocks() -> None:
     assert s.cached == 0
 
 
-def test_HT12_a_prompt_alone_waits_for_the_blocks_of_a_load_and_then_runs() -> None:
+def test_ht12_a_prompt_alone_waits_for_the_blocks_of_a_load_and_then_runs() -> None:
     s = on_host()
     s.submit("c", list(range(1, 11)))
     ops = load_backs(s.plan())
@@ -189,7 +189,7 @@ def test_HT12_a_prompt_alone_waits_for_the_blocks_of_a_load_and_then_runs() -> N
     assert s.plan().ids == ["d"]
 
 
-def test_HT10_recycled_device_copies_come_back_as_well() -> None:
+def test_ht10_recycled_device_copies_come_back_as_well() -> None:
     s = TierScenario(FULL_SWA, 12, 32)
     s.acknowledges = True
     s.life("a", list(range(1, 9)))
@@ -200,7 +200,7 @@ def test_HT10_recycled_device_copies_come_back_as_well() -> None:
     assert (step.prefixes, len(op.transfers)) == ([8], 6)
 
 
-def test_HT13_a_refused_admission_pins_nothing() -> None:
+def test_ht13_a_refused_admission_pins_nothing() -> None:
     s = on_host()
     s.prefill("filler", 4)  # takes and keeps six blocks
     s.submit("c", list(range(1, 11)))
@@ -215,7 +215,7 @@ def test_HT13_a_refused_admission_pins_nothing() -> None:
     assert len(load_backs(step)[0].transfers) == 6
 
 
-def test_HT14_destinations_that_slide_out_stay_held_by_their_load() -> None:
+def test_ht14_destinations_that_slide_out_stay_held_by_their_load() -> None:
     s = on_host(20, budget=4)
     s.submit("c", [*range(1, 9), *s.fresh(8)])
     step = s.plan()
@@ -267,7 +267,7 @@ def test_nothing_of_a_replayable_group_is_ever_stored() -> None:
     assert (step.prefixes, step.replays, step.inputs) == ([4], [4], [6])
 
 
-def test_ST14_a_long_prompt_leaves_one_snapshot_per_state_group_on_the_host() -> None:
+def test_st14_a_long_prompt_leaves_one_snapshot_per_state_group_on_the_host() -> None:
     s = TierScenario((Group(packing=4), STATE, STATE, STATE), 60, 60, budget=8)
     s.acknowledges = True
     prompt = s.fresh(32)

@@ -1,5 +1,9 @@
 """Residency events: what an outside router hears of the device cache (scenarios S-KV)."""
 
+import random
+
+import pytest
+
 from tokenspeed_jax.scheduler import KVEvent
 
 from .scenario import FULL, Group, Scenario, swa
@@ -22,7 +26,7 @@ def run(s: Scenario, request_id: str, prompt: list[int]) -> None:
     s.plan()
 
 
-def test_one_stored_event_per_page_and_none_twice() -> None:
+def test_kv1_kv2_one_stored_event_per_page_and_none_twice() -> None:
     s = Scenario([FULL], 2, enable_kv_cache_events=True)
     run(s, "a", [1, 2])
     (stored,), removed = drain(s)
@@ -35,14 +39,14 @@ def test_one_stored_event_per_page_and_none_twice() -> None:
     assert (stored_again, gone.block_hashes) == ([], stored.block_hashes)
 
 
-def test_all_groups_fold_into_one_event() -> None:
+def test_kv3_all_groups_fold_into_one_event() -> None:
     s = Scenario([FULL, FULL], 4, enable_kv_cache_events=True)
     run(s, "a", [1, 2])
     stored, _ = drain(s)
     assert len(stored) == 1
 
 
-def test_chained_pages_are_stored_in_order_and_removed_in_reverse() -> None:
+def test_kv4_chained_pages_are_stored_in_order_and_removed_in_reverse() -> None:
     s = Scenario([Group(granularity=1, packing=2)], 3, enable_kv_cache_events=True)
     run(s, "a", [1, 2, 3, 4])
     (first, second), _ = drain(s)
@@ -77,3 +81,30 @@ def test_without_the_option_there_are_no_events() -> None:
     s = Scenario([FULL], 16)
     run(s, "a", list(range(8)))
     assert s.scheduler.drain_kv_events() == []
+
+
+@pytest.mark.parametrize("group", [FULL, Group(granularity=1, packing=2)])
+def test_what_has_been_published_is_what_the_next_prompt_hits(group: Group) -> None:
+    s = Scenario([group], 12, enable_kv_cache_events=True)
+    choose = random.Random(1)
+    chains: dict[int, tuple[int, ...]] = {}  # what each published hash stands for
+    lengths = set()
+    for index in range(200):
+        prompt = [choose.randint(0, 1) for _ in range(choose.randint(1, 14))]
+        stored, removed = drain(s)
+        for gone in removed:
+            del chains[gone.block_hashes[0]]
+        for event in stored:
+            before = () if event.parent_block_hash is None else chains[event.parent_block_hash]
+            chains[event.block_hashes[0]] = (*before, *event.token_ids)
+        published = {*chains.values()}
+        assert len(published) == len(chains)
+        hit = 0
+        while hit + 2 < len(prompt) and tuple(prompt[: hit + 2]) in published:
+            hit += 2
+        step = s.prefill(f"r{index}", prompt)
+        assert step.prefixes == [hit]
+        lengths.add(hit)
+        s.finish(f"r{index}")
+        s.plan()
+    assert len(lengths) > 3

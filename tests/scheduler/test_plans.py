@@ -9,7 +9,7 @@ from .scenario import FULL, Group, Scenario, named, real, reserve, swa
 PAIR = (FULL, swa(4))
 
 
-def test_a_prompt_is_prefilled_whole_and_then_decoded() -> None:
+def test_sc1_a_prompt_is_prefilled_whole_and_then_decoded() -> None:
     s = Scenario([FULL], 8, P=16)
     s.submit("r", range(1, 9))
     step = s.plan()
@@ -30,13 +30,13 @@ def test_an_idle_plan_holds_one_batch_without_rows() -> None:
     assert (step.plan.cache, step.plan.remote_decode, step.plan.remote_prefill) == ([], None, None)
 
 
-def test_a_long_prompt_runs_in_chunks_of_the_budget() -> None:
+def test_sc2_a_long_prompt_runs_in_chunks_of_the_budget() -> None:
     s = Scenario([FULL], 32, P=16, budget=10)
     s.submit("r", 30)
     assert [s.plan().inputs for _ in range(4)] == [[10], [10], [10], [1]]
 
 
-def test_shifted_tokens_reach_into_the_next_chunk() -> None:
+def test_sc3_shifted_tokens_reach_into_the_next_chunk() -> None:
     s = Scenario([FULL], 32, P=16, budget=5)
     s.submit("r", range(15))
     steps = [s.plan() for _ in range(3)]
@@ -45,7 +45,7 @@ def test_shifted_tokens_reach_into_the_next_chunk() -> None:
     assert steps[2].batch.shifted_input_ids == [11, 12, 13, 14, -1]
 
 
-def test_an_unfinished_prompt_keeps_the_head_of_the_line() -> None:
+def test_sc4_an_unfinished_prompt_keeps_the_head_of_the_line() -> None:
     s = Scenario([FULL], 32, P=16, budget=5)
     s.submit("r0", 10)
     s.plan()
@@ -53,7 +53,7 @@ def test_an_unfinished_prompt_keeps_the_head_of_the_line() -> None:
     assert s.plan().ids == ["r0"]
 
 
-def test_prefill_goes_before_decode_when_batches_are_not_mixed() -> None:
+def test_sc5_prefill_goes_before_decode_when_batches_are_not_mixed() -> None:
     s = Scenario([FULL], 32, P=16)
     s.prefill("r0", 8)
     s.plan()
@@ -61,7 +61,7 @@ def test_prefill_goes_before_decode_when_batches_are_not_mixed() -> None:
     assert s.plan().ids == ["r1"]
 
 
-def test_a_mixed_batch_gives_decodes_their_budget_first_and_lists_prefill_first() -> None:
+def test_sc6_a_mixed_batch_gives_decodes_their_budget_first_and_lists_prefill_first() -> None:
     s = Scenario([FULL], 32, P=16, budget=16, enable_mixed_prefill_decode=True)
     s.prefill("r0", 8)
     s.plan()
@@ -70,7 +70,7 @@ def test_a_mixed_batch_gives_decodes_their_budget_first_and_lists_prefill_first(
     assert (step.ids, step.inputs, step.batch.num_extends()) == (["r1", "r0"], [15, 1], 1)
 
 
-def test_rows_never_exceed_the_batch_size() -> None:
+def test_sc7_rows_never_exceed_the_batch_size() -> None:
     s = Scenario([FULL], 32, P=16, max_batch_size=2)
     for index in range(5):
         s.submit(f"r{index}", 4)
@@ -78,7 +78,7 @@ def test_rows_never_exceed_the_batch_size() -> None:
     assert s.scheduler.waiting_size() >= 3
 
 
-def test_inputs_are_concatenated_in_row_order() -> None:
+def test_sc8_inputs_are_concatenated_in_row_order() -> None:
     s = Scenario([FULL], 32, P=16)
     s.submit("r0", [1, 2, 3, 4])
     s.submit("r1", [5, 6, 7, 8])
@@ -86,7 +86,7 @@ def test_inputs_are_concatenated_in_row_order() -> None:
     assert (step.ids, step.batch.input_ids) == (["r0", "r1"], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
-def test_request_slots_are_reused_in_order_of_release() -> None:
+def test_sc9_request_slots_are_reused_in_order_of_release() -> None:
     s = Scenario([FULL], 32, P=16, max_batch_size=2)
     assert s.prefill("r0", 4).batch.request_pool_indices == [1]
     s.plan()
@@ -97,7 +97,7 @@ def test_request_slots_are_reused_in_order_of_release() -> None:
     assert s.plan().batch.request_pool_indices == [1]
 
 
-def test_the_reserve_decides_how_far_a_decode_grows() -> None:
+def test_sc10_sc11_the_reserve_decides_how_far_a_decode_grows() -> None:
     s = Scenario([FULL], 32, P=16)
     s.prefill("r", 8)
     assert len(s.plan().row("r")) == 1
@@ -121,7 +121,7 @@ def test_the_reserve_decides_how_far_a_decode_grows() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_a_decode_after_prefill_uses_what_was_reserved(width: int) -> None:
+def test_sc12_a_decode_after_prefill_uses_what_was_reserved(width: int) -> None:
     s = Scenario([FULL], 2 + 2 * width, P=1, decode_input_tokens=width, overlap_schedule_depth=1)
     s.prefill("r", 2)
     step = s.plan()
@@ -129,7 +129,7 @@ def test_a_decode_after_prefill_uses_what_was_reserved(width: int) -> None:
     assert s.available == width
 
 
-def test_a_sliding_group_decodes_for_ever_in_a_small_pool() -> None:
+def test_sc13_a_sliding_group_decodes_for_ever_in_a_small_pool() -> None:
     s = Scenario([swa(4)], 7)
     s.prefill("r", 8)
     for token in range(40):
@@ -143,21 +143,21 @@ def _landed(request_id: str, token: int) -> tuple[object, object]:
     return result, reserve(request_id, 1)
 
 
-def test_both_groups_must_fit() -> None:
+def test_sc14_both_groups_must_fit() -> None:
     s = Scenario([swa(4), swa(4)], 11)
     s.submit("r0", 8)
     s.submit("r1", 8)
     assert s.plan().ids == ["r0"]
 
 
-def test_each_group_counts_in_its_own_blocks() -> None:
+def test_sc15_each_group_counts_in_its_own_blocks() -> None:
     s = Scenario([FULL, swa(4, granularity=2, packing=4)], 20, P=8)
     s.submit("r", 8)
     step = s.plan()
     assert (len(step.row("r", 0)), len(step.row("r", 1))) == (2, 5)
 
 
-def test_a_window_slides_while_a_prompt_is_prefilled_and_decoded() -> None:
+def test_sc16_a_window_slides_while_a_prompt_is_prefilled_and_decoded() -> None:
     s = Scenario(PAIR, 63, budget=4)
     s.submit("r", 12)
     s.plan()
@@ -178,14 +178,14 @@ def test_a_window_slides_while_a_prompt_is_prefilled_and_decoded() -> None:
     assert seen == [(4, 7), (5, 7), (5, 8), (6, 8)]
 
 
-def test_headroom_is_taken_by_full_groups_only_when_nobody_else_is_there() -> None:
+def test_sc17_headroom_is_taken_by_full_groups_only_when_nobody_else_is_there() -> None:
     s = Scenario(PAIR, 63, budget=4)
     s.submit("r", 16, max_new=6)
     step = s.plan()
     assert (len(step.row("r", 0)), len(step.row("r", 1))) == (11, 2)
 
 
-def test_a_prompt_that_does_not_fit_waits_beside_a_running_decode() -> None:
+def test_sc18_a_prompt_that_does_not_fit_waits_beside_a_running_decode() -> None:
     s = Scenario(PAIR, 10)
     s.submit("r1", 8)
     s.plan()
@@ -199,7 +199,7 @@ def test_a_prompt_that_does_not_fit_waits_beside_a_running_decode() -> None:
     assert s.plan().ids == ["r2"]
 
 
-def test_a_chunk_may_be_funded_by_its_own_slide() -> None:
+def test_sc19_a_chunk_may_be_funded_by_its_own_slide() -> None:
     s = Scenario(PAIR, 12, budget=4)
     s.submit("r", 12)
     s.plan()
@@ -211,7 +211,7 @@ def test_a_chunk_may_be_funded_by_its_own_slide() -> None:
     assert s.available == 2
 
 
-def test_a_window_stays_small_through_a_long_prompt() -> None:
+def test_sc20_a_window_stays_small_through_a_long_prompt() -> None:
     s = Scenario(PAIR, 16, budget=4)
     s.submit("r", 20)
     rows = [s.plan() for _ in range(5)]
@@ -219,7 +219,7 @@ def test_a_window_stays_small_through_a_long_prompt() -> None:
     assert len(rows[-1].row("r", 0)) == 11
 
 
-def test_a_decode_uses_its_reserve_and_leaves_the_rest_to_others() -> None:
+def test_sc21_a_decode_uses_its_reserve_and_leaves_the_rest_to_others() -> None:
     s = Scenario([FULL, FULL], 10)
     s.submit("a", 6)
     s.submit("b", 2)
@@ -233,7 +233,8 @@ def test_a_decode_uses_its_reserve_and_leaves_the_rest_to_others() -> None:
     assert s.plan().ids == ["b"]
 
 
-def test_an_abort_gives_everything_back_and_an_exact_fit_fits() -> None:
+def test_sc22_an_abort_gives_everything_back_and_an_exact_fit_fits() -> None:
+    # The catalogue says "S-SC21, abort a": with its b still waiting, b would start and 8 tokens not fit. So without b.
     s = Scenario([FULL, FULL], 10)
     s.submit("a", 6)
     s.plan()
@@ -245,7 +246,7 @@ def test_an_abort_gives_everything_back_and_an_exact_fit_fits() -> None:
     assert s.available == 0
 
 
-def test_windows_of_different_length_keep_different_blocks() -> None:
+def test_sc23_windows_of_different_length_keep_different_blocks() -> None:
     s = Scenario([FULL, swa(3), swa(5)], 60, P=4)
     s.prefill("r", 12)
     held = []
@@ -257,7 +258,7 @@ def test_windows_of_different_length_keep_different_blocks() -> None:
     assert any(short != long for short, long in held)
 
 
-def test_everything_comes_back_after_the_last_request_and_not_before() -> None:
+def test_sc24_everything_comes_back_after_the_last_request_and_not_before() -> None:
     s = Scenario(PAIR, 63)
     for request_id, length in (("r1", 4), ("r2", 8), ("r3", 6)):
         s.submit(request_id, length)
@@ -271,7 +272,7 @@ def test_everything_comes_back_after_the_last_request_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("rounds", [2, 4])
-def test_an_abort_mid_prompt_or_mid_decode_gives_everything_back(rounds: int) -> None:
+def test_sc25_an_abort_mid_prompt_or_mid_decode_gives_everything_back(rounds: int) -> None:
     s = Scenario(PAIR, 63, budget=4)
     s.submit("r", 12)
     for _ in range(rounds):
@@ -282,7 +283,7 @@ def test_an_abort_mid_prompt_or_mid_decode_gives_everything_back(rounds: int) ->
     s.land("r", 1)  # the late result of a request that is gone
 
 
-def test_a_hit_prepays_for_window_blocks_that_others_may_pin() -> None:
+def test_sc26_a_hit_prepays_for_window_blocks_that_others_may_pin() -> None:
     for busy, expected in ((True, 7), (False, 6)):
         s = Scenario([FULL, swa(16)], 200, P=4)
         shared = list(range(8))
@@ -296,7 +297,7 @@ def test_a_hit_prepays_for_window_blocks_that_others_may_pin() -> None:
         assert (len(step.row("b", 0)), len(step.row("b", 1))) == (30, expected)
 
 
-def test_a_chunked_prompt_prepays_for_its_window_only_beside_others() -> None:
+def test_sc27_a_chunked_prompt_prepays_for_its_window_only_beside_others() -> None:
     for busy, expected in ((True, 4), (False, 2)):
         s = Scenario([FULL, swa(8)], 200, P=4, budget=8)
         if busy:
@@ -307,7 +308,7 @@ def test_a_chunked_prompt_prepays_for_its_window_only_beside_others() -> None:
         assert (len(step.row("b", 0)), len(step.row("b", 1))) == (8, expected)
 
 
-def test_declared_generation_is_reserved_at_admission() -> None:
+def test_sc28_declared_generation_is_reserved_at_admission() -> None:
     s = Scenario([FULL, FULL], 14)
     s.submit("a", 6, max_new=5)
     s.submit("b", 4)
@@ -315,7 +316,7 @@ def test_declared_generation_is_reserved_at_admission() -> None:
     assert s.available == 2
 
 
-def test_an_event_that_the_state_forbids_names_event_and_state_and_changes_nothing() -> None:
+def test_sc29_an_event_that_the_state_forbids_names_event_and_state_and_changes_nothing() -> None:
     s = Scenario([FULL], 8)
     s.submit("r", 4)
     text = "FSM transition invalid: event=tokenspeed::fsm::FinishEvent; state=tokenspeed::fsm::Submitted"
@@ -324,7 +325,7 @@ def test_an_event_that_the_state_forbids_names_event_and_state_and_changes_nothi
     assert s.plan().ids == ["r"]
 
 
-def test_an_unfinished_prompt_cannot_land_a_token() -> None:
+def test_sc30_an_unfinished_prompt_cannot_land_a_token() -> None:
     s = Scenario([FULL], 8, budget=2)
     s.submit("r", 4)
     s.plan()

@@ -22,7 +22,7 @@ def reuse(s: Scenario, prompt: list[int], request_id: str = "reuse") -> tuple[St
     return step, before - s.available
 
 
-def test_a_longer_prompt_takes_over_the_whole_seed() -> None:
+def test_px1_a_longer_prompt_takes_over_the_whole_seed() -> None:
     s, seed = seeded()
     step, used = reuse(s, SEED + s.fresh(4))
     assert (step.prefixes, step.inputs, used) == ([8], [4], 14)
@@ -33,19 +33,19 @@ def test_a_longer_prompt_takes_over_the_whole_seed() -> None:
         assert step.row("reuse", group)[4:] == step.zeroed[f"g{group}"]
 
 
-def test_the_last_prompt_token_is_always_computed() -> None:
+def test_px2_the_last_prompt_token_is_always_computed() -> None:
     s, _ = seeded()
     step, used = reuse(s, SEED)
     assert (step.prefixes, step.inputs, len(step.row("reuse")), used) == ([6], [2], 5, 10)
 
 
-def test_only_the_common_prefix_is_taken_over() -> None:
+def test_px3_only_the_common_prefix_is_taken_over() -> None:
     s, _ = seeded()
     step, _ = reuse(s, SEED[:4] + s.fresh(8))
     assert (step.prefixes, step.inputs) == ([4], [8])
 
 
-def test_finishing_publishes_what_no_decode_has_published() -> None:
+def test_px4_finishing_publishes_what_no_decode_has_published() -> None:
     s = Scenario(PAIR, 63)
     s.prefill("seed", SEED)
     s.finish("seed")
@@ -53,15 +53,16 @@ def test_finishing_publishes_what_no_decode_has_published() -> None:
     assert reuse(s, SEED)[0].prefixes == [6]
 
 
-def test_a_window_takes_over_its_tail_and_leaves_holes() -> None:
-    s, _ = seeded((FULL, swa(4)))
+def test_px5_a_window_takes_over_its_tail_and_leaves_holes() -> None:
+    s, seed = seeded((FULL, swa(4)))
     step, used = reuse(s, SEED + s.fresh(2))
     assert (step.prefixes, used) == ([8], 10)
     row = step.row("reuse", 1)
     assert (row[:2], real(row), len(row)) == ([0, 0], 4, 6)
+    assert (row[2:4], row[4:]) == (seed.row("seed", 1)[2:4], step.zeroed["g1"])
 
 
-def test_a_hit_that_does_not_fit_waits_untouched() -> None:
+def test_px6_a_hit_that_does_not_fit_waits_untouched() -> None:
     s = Scenario(PAIR, 10)
     shared = s.fresh(4)
     s.life("r1", shared)
@@ -78,7 +79,7 @@ def test_a_hit_that_does_not_fit_waits_untouched() -> None:
     assert (step.ids, step.prefixes, s.available) == (["r2"], [4], 0)
 
 
-def test_without_prefix_cache_nothing_is_taken_over() -> None:
+def test_px7_without_prefix_cache_nothing_is_taken_over() -> None:
     s, _ = seeded(disable_prefix_cache=True)
     step, used = reuse(s, SEED + s.fresh(4))
     assert (step.prefixes, step.inputs, used) == ([0], [12], 14)
@@ -98,7 +99,7 @@ def test_a_retracted_request_probes_even_without_prefix_cache() -> None:
     assert (step.ids, step.batch.prefill_lengths, step.prefixes) == (["r"], [10], [8])
 
 
-def test_replay_tokens_are_computed_again() -> None:
+def test_px8_px9_replay_tokens_are_computed_again() -> None:
     s, seed = seeded(prefix_replay_tokens=4)
     step, _ = reuse(s, SEED)
     assert (step.prefixes, step.inputs) == ([4], [4])
@@ -112,7 +113,7 @@ def test_replay_tokens_are_computed_again() -> None:
     assert reuse(s, SEED)[0].prefixes == [0]
 
 
-def test_replay_with_groups_of_different_granularity() -> None:
+def test_px10_replay_with_groups_of_different_granularity() -> None:
     s = Scenario([FULL, swa(32, granularity=2, packing=4)], 63, P=8, prefix_replay_tokens=8)
     prompt = s.fresh(32)
     seed = s.life("seed", prompt)
@@ -137,7 +138,7 @@ def turn(s: Scenario, request_id: str, prompt: list[int], outputs: list[int]) ->
     return first
 
 
-def test_a_conversation_reuses_prompt_and_output_of_earlier_turns() -> None:
+def test_px11_px12_a_conversation_reuses_prompt_and_output_of_earlier_turns() -> None:
     s = Scenario(PAIR, 63)
     turn(s, "t1", [1, 2, 3, 4], [101, 102, 103, 104, 105])
     second = [1, 2, 3, 4, 101, 102, 103, 104, 51, 52]
@@ -149,7 +150,7 @@ def test_a_conversation_reuses_prompt_and_output_of_earlier_turns() -> None:
     assert (step.prefixes, step.inputs, len(step.row("t3")), used) == ([12], [4], 9, 18)
 
 
-def test_a_block_that_slid_out_of_the_window_is_found_again() -> None:
+def test_px13_a_block_that_slid_out_of_the_window_is_found_again() -> None:
     s = Scenario([FULL, swa(4)], 63)
     s.submit("t1", [1, 2, 3, 4])
     s.plan()
@@ -166,7 +167,7 @@ def test_a_block_that_slid_out_of_the_window_is_found_again() -> None:
     assert step.row("reuse", 1)[2] == old
 
 
-def test_clearing_forgets_prefixes_unless_one_is_in_use() -> None:
+def test_px14_clearing_forgets_prefixes_unless_one_is_in_use() -> None:
     s, _ = seeded()
     assert s.scheduler.can_clear_cache()
     assert s.scheduler.clear_l1_cache()
@@ -181,7 +182,7 @@ def test_clearing_forgets_prefixes_unless_one_is_in_use() -> None:
     assert reuse(s, SEED, "again")[0].prefixes == [6]
 
 
-def test_a_request_blocked_for_a_while_still_publishes_its_pages() -> None:
+def test_px15_a_request_blocked_for_a_while_still_publishes_its_pages() -> None:
     s = Scenario([FULL, FULL], 12)
     prompt = s.fresh(4)
     s.submit("r1", prompt)

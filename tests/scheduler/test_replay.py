@@ -11,7 +11,7 @@ def scenario(groups: tuple[Group, ...] = THREE, usable: int = 255, **fields: obj
     return Scenario(groups, usable, **({"P": 8} | fields))
 
 
-def test_a_hit_feeds_the_longest_window_again() -> None:
+def test_rp1_a_hit_feeds_the_longest_window_again() -> None:
     s = scenario()
     prompt = s.fresh(32)
     seed = s.life("seed", prompt)
@@ -29,7 +29,7 @@ def test_a_hit_feeds_the_longest_window_again() -> None:
         assert sorted(row[holes:]) == sorted(step.zeroed[f"g{group}"])
 
 
-def test_a_hit_shorter_than_the_window_is_fed_again_whole() -> None:
+def test_rp2_a_hit_shorter_than_the_window_is_fed_again_whole() -> None:
     s = scenario()
     prompt = s.fresh(8)
     s.life("seed", prompt)
@@ -39,7 +39,7 @@ def test_a_hit_shorter_than_the_window_is_fed_again_whole() -> None:
     assert all(block > 0 for group in range(3) for block in step.row("r", group))
 
 
-def test_a_cold_prompt_feeds_nothing_again() -> None:
+def test_rp3_a_cold_prompt_feeds_nothing_again() -> None:
     s = scenario()
     s.submit("r", 12)
     step = s.plan()
@@ -47,7 +47,7 @@ def test_a_cold_prompt_feeds_nothing_again() -> None:
 
 
 @pytest.mark.parametrize(("length", "chunks"), [(70, [54, 16]), (84, [64, 20])])
-def test_the_last_chunk_holds_a_whole_window(length: int, chunks: list[int]) -> None:
+def test_rp4_the_last_chunk_holds_a_whole_window(length: int, chunks: list[int]) -> None:
     s = scenario()
     s.submit("r", length)
     seen = []
@@ -59,7 +59,7 @@ def test_the_last_chunk_holds_a_whole_window(length: int, chunks: list[int]) -> 
     assert seen == chunks
 
 
-def test_tokens_fed_again_count_against_the_budget() -> None:
+def test_rp5_tokens_fed_again_count_against_the_budget() -> None:
     s = scenario()
     prompt = s.fresh(32)
     s.life("seed", prompt)
@@ -68,7 +68,7 @@ def test_tokens_fed_again_count_against_the_budget() -> None:
     assert s.plan().inputs == [24, 40]
 
 
-def test_recomputed_prompt_tokens_and_replay_compose() -> None:
+def test_rp6_recomputed_prompt_tokens_and_replay_compose() -> None:
     s = scenario(prefix_replay_tokens=8)
     prompt = s.fresh(32)
     s.life("seed", prompt)
@@ -77,7 +77,7 @@ def test_recomputed_prompt_tokens_and_replay_compose() -> None:
     assert (step.prefixes, step.replays, step.inputs) == ([8], [16], [28])
 
 
-def test_mixed_rounds_keep_budget_for_a_window_and_its_chunk() -> None:
+def test_rp7_mixed_rounds_keep_budget_for_a_window_and_its_chunk() -> None:
     s = scenario(budget=38, max_batch_size=16, enable_mixed_prefill_decode=True)
     prompt = s.fresh(24)
     s.life("seed", prompt)

@@ -34,13 +34,13 @@ def decode_until_blocked(s: Scenario, *ids: str) -> None:
     pytest.fail(f"{ids} never blocked")
 
 
-def test_nobody_gives_way_while_the_chosen_victim_has_a_result_out() -> None:
+def test_rt1_nobody_gives_way_while_the_chosen_victim_has_a_result_out() -> None:
     s = blocked_pair()
     assert s.plan().ids == []
     assert (s.scheduler.num_retractions(), s.scheduler.waiting_size(), s.scheduler.decoding_size()) == (0, 0, 2)
 
 
-def test_a_quiescent_victim_gives_way_and_returns_with_its_output_as_prompt() -> None:
+def test_rt2_rt3_a_quiescent_victim_gives_way_and_returns_with_its_output_as_prompt() -> None:
     s = blocked_pair()
     s.land("r2", 3)
     assert s.plan().ids == []
@@ -71,23 +71,26 @@ def blocked_unequal(budget: int = 64) -> Scenario:
     return s
 
 
-def test_the_victim_is_who_releases_most() -> None:
+def test_rt4_the_victim_is_who_releases_most() -> None:
     s = blocked_unequal()
     assert (s.scheduler.request_token_size("a"), s.available, s.scheduler.waiting_size()) == (9, 8, 1)
 
 
-def test_a_retracted_request_is_prefilled_in_chunks() -> None:
+def test_rt5_a_retracted_request_is_prefilled_in_chunks() -> None:
     s = blocked_unequal(budget=4)
     s.abort("b")
+    # What a had computed is cached and would leave one token to compute, in no chunks.
     assert s.scheduler.clear_l1_cache()
-    size = s.scheduler.request_token_size("a")
     step = s.plan()
-    assert (step.ids, step.prefixes, step.inputs, step.batch.prefill_lengths) == (["a"], [0], [4], [size])
+    assert (step.ids, step.prefixes, step.inputs, step.batch.prefill_lengths) == (["a"], [0], [4], [9])
     with pytest.raises(RuntimeError):
         s.land("a", 5)
     s.land("a")
     step = s.plan()
     assert (step.prefixes, step.inputs) == ([4], [4])
+    s.land("a")
+    step = s.plan()
+    assert (step.prefixes, step.inputs) == ([8], [1])
 
 
 def half_prefilled() -> tuple[Scenario, list[int]]:
@@ -100,7 +103,7 @@ def half_prefilled() -> tuple[Scenario, list[int]]:
     return s, half
 
 
-def test_an_unfinished_prompt_gives_way_before_any_decode() -> None:
+def test_rt6_an_unfinished_prompt_gives_way_before_any_decode() -> None:
     s, _ = half_prefilled()
     s.land("half")
     step = s.plan()
@@ -108,7 +111,7 @@ def test_an_unfinished_prompt_gives_way_before_any_decode() -> None:
     assert (s.scheduler.waiting_size(), s.available, s.scheduler.num_retractions()) == (2, 12, 1)
 
 
-def test_an_unfinished_prompt_does_not_give_way_with_its_chunk_out() -> None:
+def test_rt7_an_unfinished_prompt_does_not_give_way_with_its_chunk_out() -> None:
     s, _ = half_prefilled()
     assert s.plan().ids == ["done"]
     assert s.scheduler.num_retractions() == 0
@@ -118,7 +121,7 @@ def test_an_unfinished_prompt_does_not_give_way_with_its_chunk_out() -> None:
     assert s.scheduler.num_retractions() == 1
 
 
-def test_a_retracted_prompt_takes_over_no_more_than_it_had_computed() -> None:
+def test_rt8_a_retracted_prompt_takes_over_no_more_than_it_had_computed() -> None:
     s, half = half_prefilled()
     s.land("half")
     s.plan()
@@ -130,7 +133,7 @@ def test_a_retracted_prompt_takes_over_no_more_than_it_had_computed() -> None:
     assert s.scheduler.request_token_size("half") == len(half)
 
 
-def test_a_lone_request_that_outgrows_the_pool_gives_way_to_one_that_fits() -> None:
+def test_rt9_a_lone_request_that_outgrows_the_pool_gives_way_to_one_that_fits() -> None:
     s = Scenario(TWO_FULL, 8)
     s.prefill("a", 6)
     decode_until_blocked(s, "a")
@@ -140,7 +143,7 @@ def test_a_lone_request_that_outgrows_the_pool_gives_way_to_one_that_fits() -> N
     assert s.available == 0
 
 
-def test_the_blocked_first_is_granted_in_the_round_of_a_later_retraction() -> None:
+def test_rt10_the_blocked_first_is_granted_in_the_round_of_a_later_retraction() -> None:
     s = Scenario(TWO_FULL, 24)
     for request_id, length in (("r8", 8), ("r6", 6), ("r4", 4)):
         s.submit(request_id, length)
@@ -158,7 +161,7 @@ def test_the_blocked_first_is_granted_in_the_round_of_a_later_retraction() -> No
     pytest.fail("no second retraction")
 
 
-def test_wide_decodes_block_once_the_reserve_is_spent() -> None:
+def test_rt11_wide_decodes_block_once_the_reserve_is_spent() -> None:
     width = 1024
     s = Scenario([FULL], 4, P=4096, budget=16384, decode_input_tokens=width)
     s.submit("r1", 4096, max_new=6000)
@@ -176,8 +179,9 @@ def test_wide_decodes_block_once_the_reserve_is_spent() -> None:
     assert (step.ids, step.inputs, step.prefixes) == (["r1"], [4097], [4096])
 
 
-def test_when_everybody_is_covered_the_last_resort_still_moves_someone() -> None:
+def test_rt13_when_everybody_is_covered_the_last_resort_still_moves_someone() -> None:
     s = Scenario([swa(8)], 7)
+    assert s.scheduler.max_single_request_tokens() == 14
     s.submit("r1", 2, max_new=12)
     s.submit("r2", 2, max_new=12)
     held: dict[str, int] = {}
@@ -193,8 +197,24 @@ def test_when_everybody_is_covered_the_last_resort_still_moves_someone() -> None
     assert (held[victim], step.batch.num_extends()) == (4, 0)
 
 
+@pytest.mark.parametrize(("declared", "victim"), [(6, "small"), (0, "large")])
+def test_whose_reserve_covers_the_rest_does_not_give_way(declared: int, victim: str) -> None:
+    s = Scenario([FULL], 9)
+    s.submit("large", 8, max_new=declared)
+    s.submit("small", 2)
+    for token in range(20):
+        step = s.plan()
+        if s.scheduler.num_retractions() > 0:
+            break
+        assert step.ids == ["large", "small"]
+        s.advance(*(extend_result(request_id, [token]) for request_id in step.ids))
+    assert s.scheduler.num_retractions() == 1
+    # The other one decodes on, in this round or in the next.
+    assert {*step.ids, *s.plan().ids} == {"large", "small"} - {victim}
+
+
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_runtime_retraction_starts_the_request_again(landed: bool) -> None:
+def test_rt15_a_runtime_retraction_starts_the_request_again(landed: bool) -> None:
     s = Scenario([FULL], 8)
     s.submit("r", 4)
     s.plan()
@@ -205,7 +225,7 @@ def test_a_runtime_retraction_starts_the_request_again(landed: bool) -> None:
     assert s.plan().batch.prefill_lengths == [5 if landed else 4]
 
 
-def test_results_may_land_out_of_order_within_a_prompt() -> None:
+def test_rt16_results_may_land_out_of_order_within_a_prompt() -> None:
     s = Scenario([FULL], 8, budget=2)
     s.submit("r", 4)
     s.plan()

@@ -33,7 +33,7 @@ def hit(s: Scenario, prompt: list[int]) -> int:
     return step.prefixes[step.ids.index("probe")]
 
 
-def test_unfinished_chunks_end_on_boundaries() -> None:
+def test_st1_unfinished_chunks_end_on_boundaries() -> None:
     s = scenario(budget=6)
     s.submit("r", 12)
     rows = []
@@ -44,7 +44,7 @@ def test_unfinished_chunks_end_on_boundaries() -> None:
     assert rows == [([0], [4]), ([4], [4]), ([8], [4])]
 
 
-def test_one_forward_keeps_the_last_boundary_and_the_end() -> None:
+def test_st2_one_forward_keeps_the_last_boundary_and_the_end() -> None:
     s = scenario()
     s.submit("a", 10)
     s.submit("b", 10)
@@ -54,7 +54,7 @@ def test_one_forward_keeps_the_last_boundary_and_the_end() -> None:
         assert shape(step.row(request_id, 1)) == [False, True, True, True]
 
 
-def test_the_first_decode_finds_its_block_reserved() -> None:
+def test_st4_the_first_decode_finds_its_block_reserved() -> None:
     s = scenario(budget=12)
     s.submit("r", 12)
     step = s.plan()
@@ -67,7 +67,7 @@ def test_the_first_decode_finds_its_block_reserved() -> None:
     assert step.zeroed == {"g0": [], "g1": []}
 
 
-def test_a_later_chunk_reads_the_snapshot_of_the_one_before() -> None:
+def test_st5_a_later_chunk_reads_the_snapshot_of_the_one_before() -> None:
     s = scenario(budget=12, overlap_schedule_depth=1)
     s.submit("r", 16)
     first = s.plan().row("r", 1)
@@ -87,7 +87,7 @@ def test_snapshots_finer_than_the_identity_grain() -> None:
 
 
 @pytest.mark.parametrize(("budget", "ids", "inputs"), [(4, ["p"], [4]), (5, ["p", "d"], [4, 1])])
-def test_mixed_rounds_keep_a_whole_boundary_for_the_prompt(budget: int, ids: list[str], inputs: list[int]) -> None:
+def test_st6_mixed_rounds_keep_a_whole_boundary_for_the_prompt(budget: int, ids: list[str], inputs: list[int]) -> None:
     s = scenario(budget=budget, enable_mixed_prefill_decode=True)
     s.prefill("d", 3)
     s.submit("p", 8)
@@ -108,7 +108,7 @@ def test_a_prompt_that_cannot_move_keeps_no_budget_from_decodes(obstacle: dict[s
     assert s.plan().ids == ["p"]
 
 
-def test_a_promotion_stop_holds_the_line() -> None:
+def test_st7_a_promotion_stop_holds_the_line() -> None:
     s = scenario(P=2, budget=8)
     seed = s.fresh(12)
     s.submit("seed", seed)
@@ -123,7 +123,7 @@ def test_a_promotion_stop_holds_the_line() -> None:
     assert (step.ids, step.inputs, step.prefixes) == (["first"], [6], [0])
 
 
-def test_a_promoted_boundary_is_hit_by_the_next_prompt() -> None:
+def test_st8_a_promoted_boundary_is_hit_by_the_next_prompt() -> None:
     s = scenario((FULL, STATE, STATE, STATE), P=2)
     shared = s.fresh(8)
     assert s.life("seed", shared + s.fresh(3)).inputs == [11]
@@ -198,7 +198,7 @@ def test_a_turn_that_takes_up_where_the_last_one_ended_makes_no_stop() -> None:
 @pytest.mark.parametrize("finish", [True, False])
 @pytest.mark.parametrize("accepted", [(1, 4, 1, 4, 3), (4, 4, 4, 4), (2, 3, 1, 1, 4, 2), (1,) * 13])
 @pytest.mark.parametrize("groups", [PAIR, (FULL,)])
-def test_what_decoding_passes_is_no_snapshot(
+def test_st9_what_decoding_passes_is_no_snapshot(
     groups: tuple[Group, ...], accepted: tuple[int, ...], finish: bool
 ) -> None:
     s = scenario(groups, decode_input_tokens=4)
@@ -216,7 +216,7 @@ def test_what_decoding_passes_is_no_snapshot(
 
 
 @pytest.mark.parametrize("accepted", [(1,) * 9, (4, 4, 4), (3, 4, 4), (2, 1, 4, 1)])
-def test_history_crossed_while_decoding_stays_cached_without_a_snapshot(accepted: tuple[int, ...]) -> None:
+def test_st10_history_crossed_while_decoding_stays_cached_without_a_snapshot(accepted: tuple[int, ...]) -> None:
     s = scenario(P=128, budget=256, decode_input_tokens=4)
     stream = s.fresh(124)
     s.submit("r", stream)
@@ -231,7 +231,7 @@ def test_history_crossed_while_decoding_stays_cached_without_a_snapshot(accepted
     assert hit(s, stream + s.fresh(11)) == 0
 
 
-def test_a_long_prompt_leaves_one_snapshot_per_group() -> None:
+def test_st14_a_long_prompt_leaves_one_snapshot_per_group() -> None:
     s = scenario((Group(packing=32), STATE, STATE, STATE), 64, P=128, budget=8192)
     prompt = s.fresh(128 * 256)
     s.submit("r", prompt)
@@ -244,7 +244,7 @@ def test_a_long_prompt_leaves_one_snapshot_per_group() -> None:
     assert hit(s, prompt + s.fresh(5)) == len(prompt)
 
 
-def test_every_state_group_takes_its_blocks() -> None:
+def test_st15_every_state_group_takes_its_blocks() -> None:
     s = scenario((FULL, STATE, STATE, STATE), 32, P=2)
     for index in range(4):
         s.submit(f"r{index}", 4)
@@ -253,7 +253,7 @@ def test_every_state_group_takes_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("budget", [64, 8])
-def test_the_prompts_last_boundary_is_shared_and_its_end_is_not(budget: int) -> None:
+def test_st16_the_prompts_last_boundary_is_shared_and_its_end_is_not(budget: int) -> None:
     s = scenario(budget=budget)
     prompt = s.fresh(10)
     s.submit("r", prompt)
@@ -327,7 +327,7 @@ def test_a_retracted_request_resumes_from_its_prompts_snapshot() -> None:
     assert (step.batch.prefill_lengths, step.prefixes, step.inputs) == ([12], [8], [4])
 
 
-def test_a_lone_request_that_outgrows_the_pool_gives_everything_back() -> None:
+def test_rt14_a_lone_request_that_outgrows_the_pool_gives_everything_back() -> None:
     s = scenario(usable=8, P=2)
     s.prefill("r", 4)
     for token in range(100):
@@ -340,7 +340,7 @@ def test_a_lone_request_that_outgrows_the_pool_gives_everything_back() -> None:
     assert (s.scheduler.waiting_size(), s.available) == (0, 8)
 
 
-def test_a_prompt_longer_than_a_chunk_runs_in_the_parents_of_the_bound() -> None:
+def test_cm4_a_prompt_longer_than_a_chunk_runs_in_the_parents_of_the_bound() -> None:
     fields = {"budget": 8, "disable_prefix_cache": True}
     assert scenario((STATE,), 2, **fields).scheduler.max_single_request_tokens() == 5
     assert scenario((STATE,), 3, **fields).scheduler.max_single_request_tokens() == 9
@@ -352,7 +352,7 @@ def test_a_prompt_longer_than_a_chunk_runs_in_the_parents_of_the_bound() -> None
 
 
 @pytest.mark.parametrize(("parents", "tokens"), [(284, 417_792), (97, 130_560), (98, 132_096)])
-def test_three_state_groups_leave_the_rest_to_history(parents: int, tokens: int) -> None:
+def test_cm8_three_state_groups_leave_the_rest_to_history(parents: int, tokens: int) -> None:
     groups = (Group(packing=12), STATE, STATE, STATE)
     s = scenario(groups, parents, P=128, budget=8192)
     assert s.scheduler.max_single_request_tokens() == tokens

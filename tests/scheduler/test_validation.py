@@ -58,12 +58,12 @@ WINDOW = {"retention": CacheRetention.SlidingWindow, "sliding_window_tokens": 4}
         ("num_host_pages", 2**31 - 1, "num_host_pages"),
     ],
 )
-def test_a_wrong_field_is_named(field: str, value: object, words: str) -> None:
+def test_va1_a_wrong_field_is_named(field: str, value: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Scheduler(make_config([FULL], 8, **{field: value}))  # pyright: ignore[reportArgumentType]
 
 
-def test_overlap_needs_a_decode_width() -> None:
+def test_va1_overlap_needs_a_decode_width() -> None:
     config = make_config([FULL], 8, overlap_schedule_depth=1, decode_input_tokens=0)
     with pytest.raises(ValueError, match="decode_input_tokens"):
         CapacityModel(config)
@@ -87,7 +87,7 @@ def test_overlap_needs_a_decode_width() -> None:
         ({"replayable": True}, "replayable"),
     ],
 )
-def test_a_wrong_group_is_named(fields: dict[str, object], words: str) -> None:
+def test_va3_a_wrong_group_is_named(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Scheduler(with_group(**fields))
 
@@ -106,7 +106,7 @@ def test_group_ids_are_unique() -> None:
             build(config)
 
 
-def test_budgets_too_small_for_state_or_replay_are_refused() -> None:
+def test_va1_va3_budgets_too_small_for_state_or_replay_are_refused() -> None:
     config = with_group(**STATE)
     config.max_scheduled_tokens = 3
     with pytest.raises(ValueError, match="max_scheduled_tokens"):
@@ -133,7 +133,7 @@ def test_budgets_too_small_for_state_or_replay_are_refused() -> None:
         (CacheGroupFamily.State, CacheTransferPolicy.LatestSnapshot, True),
     ],
 )
-def test_transfer_policies_of_the_split_roles(
+def test_va2_transfer_policies_of_the_split_roles(
     role: SchedulerConfig.Role, family: CacheGroupFamily, policy: CacheTransferPolicy, right: bool
 ) -> None:
     config = with_group(family=family, transfer_policy=policy)
@@ -152,7 +152,7 @@ def test_host_pages_are_fine_when_the_host_cache_is_off() -> None:
 
 
 @pytest.mark.parametrize("max_new", [-1, 100])
-def test_a_bad_submission_inserts_nothing(max_new: int) -> None:
+def test_va4_a_bad_submission_inserts_nothing(max_new: int) -> None:
     s = Scenario([FULL], 8)
     good, bad = spec("good", range(4)), spec("bad", range(4), max_new)
     with pytest.raises(ValueError, match=r"'bad'.*max_new_tokens"):
@@ -162,7 +162,7 @@ def test_a_bad_submission_inserts_nothing(max_new: int) -> None:
     assert s.plan().ids == ["good"]
 
 
-def test_empty_prompts_and_repeated_ids_are_refused() -> None:
+def test_va4_empty_prompts_and_repeated_ids_are_refused() -> None:
     s = Scenario([FULL], 8)
     with pytest.raises(ValueError, match="tokens must not be empty"):
         s.submit("r", [])
@@ -176,7 +176,7 @@ def test_empty_prompts_and_repeated_ids_are_refused() -> None:
     s.submit("r", 4)
 
 
-def test_unknown_groups_and_uneven_storage_lists_are_refused() -> None:
+def test_va5_unknown_groups_and_uneven_storage_lists_are_refused() -> None:
     s = Scenario([FULL], 8)
     assert (s.scheduler.cache_group_total_pages("g0"), s.scheduler.cache_group_available_pages("g0")) == (9, 8)
     for query in (s.scheduler.cache_group_total_pages, s.scheduler.cache_group_available_pages):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tokenspeed_jax.scheduler import Cache, ForwardEvent
 
 from .scenario import Group, Step, named
-from .simulated_tiers import MissedPrefetch, TieredDevice, write_back_done
+from .simulated_tiers import MissedPrefetch, TieredDevice, write_back_done, write_backs
 from .workload import P, Workload
 
 
@@ -33,7 +33,11 @@ class TierWorkload(Workload):
             self.clear()
         if self.storage:
             self.ask_the_store()
-        return super().plan()
+        retractions = self.scheduler.num_retractions()
+        step = super().plan()
+        gave_way = self.scheduler.num_retractions() > retractions
+        assert gave_way or all(op.pinned for op in write_backs(step)), "only a retraction stores without holding"
+        return step
 
     def clear(self) -> None:
         """Mostly refused, since somebody runs or a copy is out. What the host has must come back afterwards."""

@@ -269,6 +269,9 @@ class Workload:
                 hit = step.prefixes[row] + step.replays[row]
                 takes_over = request_id in self.takers
                 assert takes_over or hit % P == 0
+                # The last tokens of a prompt are always computed.
+                recomputed = max(self.config.prefix_replay_tokens, 1)
+                assert hit <= max(step.batch.prefill_lengths[row] - recomputed, 0)
                 self.hits += hit
                 request.slot = step.batch.request_pool_indices[row]
                 assert 1 <= request.slot <= self.config.max_batch_size
