@@ -22,11 +22,11 @@ std::vector<CacheGroup> MakeGroups(BlockPool& pool, BlockPool& host_pool, std::s
   TOKENSPEED_CHECK(!specs.empty(), "a cache needs a group");
   std::vector<CacheGroup> groups;
   groups.reserve(specs.size());
-  const bool all_closed = std::ranges::all_of(
-      specs, [](const CacheGroupSpec& spec) { return spec.kind == CacheGroupKind::kFullAttention; });
+  const bool has_state = std::ranges::any_of(
+      specs, [](const CacheGroupSpec& spec) { return spec.kind == CacheGroupKind::kRecurrentState; });
   for (const CacheGroupSpec& spec : specs) {
     const auto id = static_cast<int32_t>(groups.size());
-    const bool notes_continuations = !all_closed && spec.kind == CacheGroupKind::kFullAttention;
+    const bool notes_continuations = has_state && spec.kind == CacheGroupKind::kFullAttention;
     groups.emplace_back(pool, id, spec, prefix_granularity, notes_continuations);
     host_pool.RegisterGroup(id, spec.cache_blocks_per_lcm_block, spec.shard_count);
   }
@@ -88,7 +88,9 @@ PrefixProbe CacheCoordinator::ProbeDecodeDevicePrefix(std::span<const PrefixHash
 // continuation tells the next.
 int32_t CacheCoordinator::PromotionWorthStopping(const PrefixProbe& probe) const {
   const int32_t boundary = probe.promotion_boundary_tokens();
-  if (boundary == 0 || boundary > probe.device.prefix_closed_tokens) return boundary;  // nothing is noted on the host
+  // Nothing is noted on the host. Without state only a window that was evicted lacks the boundary, which is rare.
+  const bool has_notes = std::ranges::any_of(groups_, &CacheGroup::IsState);
+  if (boundary == 0 || boundary > probe.device.prefix_closed_tokens || !has_notes) return boundary;
   const auto goes_on = [&](const CacheGroup& group) {
     if (!group.geometry().IsPrefixClosed()) return false;
     const int32_t end = boundary / group.geometry().block_granularity();

@@ -90,25 +90,6 @@ CacheKey CacheGroup::KeyOfSlot(std::span<const PrefixHash> hashes, int32_t slot)
           .page_offset = slot % per_page};
 }
 
-void CacheGroup::PrefetchPublication(const BlockTable& table, std::span<const PrefixHash> hashes,
-                                     PublicationStep step) const {
-  const int32_t slot = static_cast<int32_t>(hashes.size()) * geometry_.BlocksPerPrefixPage() - 1;
-  if (IsState() || !SharesPrefixes() || slot < 0 || slot >= table.NumSlots()) return;
-  const CacheBlockRef& block = table.blocks[static_cast<std::size_t>(slot)];
-  switch (step) {
-    case PublicationStep::kSlot:
-      index_.Prefetch(device_pool_, KeyOfSlot(hashes, slot));
-      __builtin_prefetch(&block);
-      return;
-    case PublicationStep::kBlock:
-      block.Prefetch();
-      return;
-    case PublicationStep::kParent:
-      if (block) device_pool_.Prefetch(block->Location());
-      return;
-  }
-}
-
 std::vector<CacheBlockLocation> CacheGroup::ReclaimableBlockLocationsAt(const BlockTable& table,
                                                                         int32_t num_blocks) const {
   constexpr int32_t kOwnersWhenCached = 2;  // the index and this table

@@ -34,10 +34,6 @@ struct CompletedPages {
   bool stream_completed_to_host = false;
 };
 
-// What to ask for early of the memory that publishing a page touches: its place in the index and the slot of its last
-// block, then that block, then the block's parent. Each is found in what the one before has asked for.
-enum class PublicationStep : uint8_t { kSlot, kBlock, kParent };
-
 class CacheGroup {
  public:
   // `notes_continuations`: whether anybody asks the index for what is known to go on (PrefixCacheIndex::IsContinued).
@@ -67,9 +63,6 @@ class CacheGroup {
   // Locations below slot `num_blocks` that would become free or evictable if this table let go of them: cached with
   // exactly two owners (index and table), or uncached with exactly one.
   std::vector<CacheBlockLocation> ReclaimableBlockLocationsAt(const BlockTable& table, int32_t num_blocks) const;
-
-  // Hints to the processor that the last page of `hashes`, which start at slot 0, is about to be published.
-  void PrefetchPublication(const BlockTable& table, std::span<const PrefixHash> hashes, PublicationStep step) const;
 
  private:
   // The key of a slot; `hashes` start at slot 0.

@@ -86,12 +86,6 @@ class BlockPool {
   bool IsOccupied(CacheBlockLocation location) const;
   // Null when the slot is free.
   const CacheBlock* BlockAt(CacheBlockLocation location) const;
-  // A hint to the processor that what is known of the block's parent is about to be used.
-  void Prefetch(CacheBlockLocation location) const {
-    const auto* parent = reinterpret_cast<const char*>(&parents_[location.lcm_block_id]);
-    __builtin_prefetch(parent);
-    __builtin_prefetch(parent + sizeof(Parent) - 1);  // it may lie in two lines
-  }
   // Number of live handles to a location; 0 when the slot is free.
   int32_t UseCount(CacheBlockLocation location) const;
   // How often a handle has let go of a block, ever. While it stands still nothing has become free or unshared.

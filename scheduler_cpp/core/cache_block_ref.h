@@ -89,9 +89,6 @@ class CacheBlockRef {
   void reset() noexcept;
   void swap(CacheBlockRef& other) noexcept { std::swap(block_, other.block_); }
 
-  // A hint to the processor that the block is about to be used.
-  void Prefetch() const { __builtin_prefetch(block_); }
-
   int32_t use_count() const { return block_ == nullptr ? 0 : block_->owners_; }
   bool unique() const { return use_count() == 1; }
   bool IsOwnedBy(const BlockPool& pool) const { return block_ != nullptr && block_->pool_ == &pool; }

@@ -2,7 +2,6 @@
 //
 // Made for a step in which many rows each publish a page into a cache that is far larger than the processor's caches:
 // - A look-up reads one line of an array of eight-byte slots (open addressing, at most half full) and then the object.
-//   Where that line is follows from the key alone, so it can be asked for early.
 // - A slot keeps its hash: growing and erasing read no object.
 // - Objects lie in chunks that never move and are reused last in, first out: what has just been evicted is in the caches.
 //
@@ -73,12 +72,6 @@ class KeyTable {
     free_.push_back(entry.number);
     --size_;
   }
-
-  // Asks for the memory that a look-up of this key reads first.
-  void Prefetch(const CacheKey& key) const {
-    if (!slots_.empty()) __builtin_prefetch(&slots_[HashOf(key) & mask_]);
-  }
-  void PrefetchSlotOf(const Entry& entry) const { __builtin_prefetch(&slots_[entry.weight & mask_]); }
 
   // Calls `visit` with every object, those too that are not in use.
   template <typename Visit>

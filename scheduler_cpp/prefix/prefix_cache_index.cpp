@@ -1,7 +1,6 @@
 #include "prefix/prefix_cache_index.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <utility>
 
 #include "core/check.h"
@@ -79,11 +78,6 @@ void PrefixCacheIndex::RegisterFullBlocks(BlockPool& pool, std::span<CacheBlockR
       new_keys.push_back(keys[i]);
     }
   }
-}
-
-void PrefixCacheIndex::Prefetch(const BlockPool& pool, const CacheKey& key) const {
-  const PoolEntries* entries = EntriesOf(pool);
-  if (entries != nullptr) entries->by_key.Prefetch(key);
 }
 
 bool PrefixCacheIndex::Contains(const BlockPool& pool, const CacheKey& key) const {
@@ -165,25 +159,11 @@ std::optional<CacheKey> PrefixCacheIndex::Withdraw(BlockPool& pool, CacheBlockLo
   if (entry == nullptr) return std::nullopt;
   const CacheKey key = entry->key;
   PoolEntries& entries = *entry->home;
-  const bool unpinned = entry->block.unique();
-  if (unpinned) entries.order.Erase(*entry);
+  if (entry->block.unique()) entries.order.Erase(*entry);
   pool.SetCached(entry->block, nullptr);
   entry->block.reset();
   entries.by_key.Erase(*entry);
-  if (unpinned) PrefetchFront(entries);
   return key;
-}
-
-void PrefixCacheIndex::PrefetchFront(const PoolEntries& entries) {
-  const auto* front = static_cast<const Entry*>(entries.order.front());
-  if (front == nullptr) return;
-  entries.pool->Prefetch(front->rank.location);
-  front->block.Prefetch();
-  entries.by_key.PrefetchSlotOf(*front);
-  if (front->next == nullptr) return;
-  constexpr std::size_t kCacheLineBytes = 64;
-  const auto* next = reinterpret_cast<const char*>(static_cast<const Entry*>(front->next));
-  for (std::size_t byte = 0; byte < sizeof(Entry); byte += kCacheLineBytes) __builtin_prefetch(next + byte);
 }
 
 int32_t PrefixCacheIndex::NumEntries(const BlockPool& pool) const {

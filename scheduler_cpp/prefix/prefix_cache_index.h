@@ -14,8 +14,7 @@
 // Ownership: borrows the pools it has seen; they must outlive it.
 // Thread safety: none.
 // Costs: lookups, publishing, evicting, pinning and touching a pinned entry O(1) expected; unpinning O(log unpinned
-// entries), O(1) for the newest. Nothing is allocated once the index has been as large as it is. A cache is far larger
-// than the processor's caches, so the memory that a publication or an eviction will touch can be asked for early.
+// entries), O(1) for the newest. Nothing is allocated once the index has been as large as it is.
 
 #ifndef TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
 #define TOKENSPEED_PREFIX_PREFIX_CACHE_INDEX_H_
@@ -87,9 +86,6 @@ class PrefixCacheIndex {
                           uint64_t epoch, int32_t first_logical_index, BoundaryKind kind,
                           std::vector<CacheKey>& new_keys);
 
-  // A hint to the processor that the key is about to be registered.
-  void Prefetch(const BlockPool& pool, const CacheKey& key) const;
-
   bool Contains(const BlockPool& pool, const CacheKey& key) const;
   bool Contains(const BlockPool& pool, CacheBlockLocation location) const;
   // A reference to the canonical block (a pin), empty when there is none.
@@ -152,8 +148,6 @@ class PrefixCacheIndex {
   Entry* EntryAt(const BlockPool& pool, CacheBlockLocation location) {
     return const_cast<Entry*>(static_cast<const PrefixCacheIndex*>(this)->EntryAt(pool, location));
   }
-  // Asks for the memory that evicting the front of the order, and then the next one, will touch.
-  static void PrefetchFront(const PoolEntries& entries);
   template <typename Change>
   static void Update(Entry& entry, Change&& change);
 

@@ -183,7 +183,6 @@ class Request {
   void Prefetch() const;
   void PrefetchResources() const {
     if (resources_ != nullptr) resources_->Prefetch();
-    __builtin_prefetch(tokens_.data() + tokens_.size());  // the latest tokens: what completes a page
   }
   void PrefetchTables() const {
     if (resources_ != nullptr) resources_->PrefetchTables();

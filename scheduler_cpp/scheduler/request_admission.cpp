@@ -287,18 +287,6 @@ AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) 
   return AdmissionOutcome::kScheduled;
 }
 
-void RequestAdmission::PrefetchDecode(Request& request, PublicationStep step) {
-  if (!HasCompletePrefill(request.state())) return;
-  const int32_t pages = request.NumComputedTokens() / config_.prefix_granularity;
-  RequestResources& resources = request.resources();
-  if (pages <= resources.progress.num_hashed_pages) return;
-  // To know where the page goes its hash is needed, which the step itself then finds computed.
-  const auto hashes = request.PrefixHashes(config_.prefix_granularity, pages);
-  for (int32_t group = 0; group < coordinator_.NumGroups(); ++group) {
-    coordinator_.group(group).PrefetchPublication(resources.tables()[static_cast<std::size_t>(group)], hashes, step);
-  }
-}
-
 void RequestAdmission::Watch(Request& request) {
   if (request.watched_pages.has_value()) return;
   const int32_t pages = (request.prefill_size() - 1) / config_.prefix_granularity;

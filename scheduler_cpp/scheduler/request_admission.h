@@ -72,9 +72,6 @@ class RequestAdmission {
   AdmissionOutcome RemotePrefill(Request& request, FreshBlocks& fresh);
   // The next decode step; on role P the hand-off to the peer, which takes no further block.
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
-  // Hints to the processor that the next decode step of a resident request comes soon. Only a step that completes a page
-  // gains by it (CacheGroup::PrefetchPublication); it hashes that page, which changes nothing that can be seen.
-  void PrefetchDecode(Request& request, PublicationStep step);
   // The first chunk of a waiting request that takes over the blocks of `parent`, a resident request whose rows for the
   // same prompt are all written by earlier rounds: only the prompt's end is computed again (request_fork.cpp). Nothing
   // is returned, and nothing changed, when the parent no longer holds all that this needs.

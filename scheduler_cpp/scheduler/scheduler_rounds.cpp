@@ -1,7 +1,6 @@
 // How a round is put together: which phases run, in which order, and when each of them stops.
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "scheduler/scheduler.h"
@@ -202,17 +201,12 @@ void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
   // ones early hides most of the way there.
   constexpr std::size_t kRequestsAhead = 8;
   constexpr std::size_t kResourcesAhead = 5;
-  constexpr std::size_t kTablesAhead = 4;
-  constexpr std::pair<std::size_t, PublicationStep> kPublicationsAhead[] = {
-      {3, PublicationStep::kSlot}, {2, PublicationStep::kBlock}, {1, PublicationStep::kParent}};
+  constexpr std::size_t kTablesAhead = 2;
   const ResidentOrder& resident = book_.resident();
   for (std::size_t place = 0; place < resident.size(); ++place) {
     if (place + kRequestsAhead < resident.size()) resident[place + kRequestsAhead].Prefetch();
     if (place + kResourcesAhead < resident.size()) resident[place + kResourcesAhead].PrefetchResources();
     if (place + kTablesAhead < resident.size()) resident[place + kTablesAhead].PrefetchTables();
-    for (const auto& [ahead, step] : kPublicationsAhead) {
-      if (place + ahead < resident.size()) admission_.PrefetchDecode(resident[place + ahead], step);
-    }
     Request& request = resident[place];
     if (!HasCompletePrefill(request.state()) || round.HasScheduled(request)) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;

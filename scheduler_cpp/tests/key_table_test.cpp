@@ -34,7 +34,6 @@ void CompareWithMap(uint32_t seed, uint32_t spread) {
   for (int call = 0; call < 20'000; ++call) {
     const uint32_t name = random() % 400;
     const CacheKey key = KeyOf(name, spread);
-    table.Prefetch(key);
     const auto known = reference.find(name);
     Named* found = table.Find(key);
     ASSERT_EQ(found, known == reference.end() ? nullptr : known->second.first);
