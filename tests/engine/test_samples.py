@@ -9,6 +9,7 @@ from tokenspeed_jax import Engine, SamplingParams
 from tokenspeed_jax.engine.sampler import sample_seed
 
 from .conftest import EngineFactory
+from .three_kinds import THREE_KINDS
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
@@ -51,7 +52,7 @@ def assert_all_blocks_are_back(engine: Engine) -> None:
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo3", "qwen3_next", "kimi_linear", "mamba2", THREE_KINDS])
 def test_greedy_samples_are_all_what_one_sample_is(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family)
     for length in (1, 100, 129, 230):

@@ -2,9 +2,11 @@
 
 import pytest
 
+from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
 from tokenspeed_jax.recipes.base import CacheSetup, SchedulerLimits
+from tokenspeed_jax.recipes.report import capacity_report
 from tokenspeed_jax.recipes.setup import cache_setup
 
 LIMITS = SchedulerLimits("Fused", max_live_requests=4, max_scheduled_tokens=512, max_context_len=256)
@@ -55,6 +57,24 @@ def test_e5_qwen3_next_packs_sixteen_pages_for_one_state() -> None:
     assert fields["layer.4.window"].shape == (8192, 3)
     # The densest history: sixteen pages of 128 tokens in every parent.
     assert result.token_capacity == result.plan.num_lcm_blocks * 16 * 128
+
+
+def test_the_start_up_report_counts_state_groups_in_requests() -> None:
+    result = setup(delta_net(12, 2, 256, 2 * 16 * 128 + 32 * 128, (32, 128, 128)), "hybrid", budget_bytes=1 << 33)
+    states = [f"linear_attention_{i}" for i in range(3)]
+    groups = capacity_report(result.plan, result.specs, per_request_blocks=dict.fromkeys(states, 3))
+    parents = result.plan.num_lcm_blocks
+    by_id = {row.group_id: row for row in groups}
+    # A state block: 12 layers of a 2 MiB state and a window of 8192 x 3 in bfloat16.
+    state = by_id["linear_attention_1"]
+    assert (state.unit, state.block_bytes, state.capacity) == ("requests", 12 * (2_097_152 + 49_152), parents // 3)
+    assert state.padding_bytes_per_lcm_block == 24_576_000
+    report = MemoryReport(0, result.plan.arena_bytes, 0, 0, None, parents, result.plan.lcm_block_bytes, groups)
+    lines = list(report.lines())
+    for name in states:
+        assert f"group {name}: packing 1, 24576000 bytes of a parent unused, capacity {parents // 3} requests" in lines
+    tokens = parents * 16 * 128
+    assert any(line.endswith(f"packing 16, 0 bytes of a parent unused, capacity {tokens} tokens") for line in lines)
 
 
 def test_e6_tiny_delta_net_packs_two_states_for_one_page() -> None:
