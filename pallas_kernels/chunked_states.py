@@ -100,6 +100,34 @@ def walk_chunks(
     return RecurrentResult(chunks.restore(jnp.swapaxes(out, 1, 2)), bodies, finals)
 
 
+def walk_all_chunks(
+    terms_of: Callable[[Any], ChunkTerms],
+    inputs: Any,
+    initial_states: Float[Array, "rows heads value_dim key_dim"],
+    rows: RecurrentRows,
+    dtype: jnp.dtype,
+) -> RecurrentResult:
+    """As `walk_chunks`, but has gradients: visits empty chunks too, and holds the terms of all."""
+    chunks = Chunks.cut(rows, jax.tree.leaves(inputs)[0].shape[0], CHUNK)
+    initial_states = initial_states.astype(jnp.float32)
+    precision = matmul_precision(dtype)
+
+    def visit(carry: tuple[Array, Array, Array], item: tuple[Any, ...]) -> tuple[tuple[Array, Array, Array], Array]:
+        state, bodies, finals = carry
+        terms, row, opens, closes_body, closes_row = item
+        state = jnp.where(opens, initial_states.at[row].get(mode="clip"), state)
+        state, out = _chunk(state, terms, precision)
+        bodies = bodies.at[jnp.where(closes_body, row, rows.num_rows)].set(state, mode="drop")
+        finals = finals.at[jnp.where(closes_row, row, rows.num_rows)].set(state, mode="drop")
+        return (state, bodies, finals), out.astype(dtype)
+
+    terms = terms_of(jax.tree.map(chunks.gather, inputs))
+    items = (terms, chunks.rows, chunks.opens, chunks.closes_body, chunks.closes_row)
+    carry = (jnp.zeros_like(initial_states[0]), initial_states, initial_states)
+    (_, bodies, finals), out = lax.scan(visit, carry, items)
+    return RecurrentResult(chunks.restore(jnp.swapaxes(out, 1, 2)), bodies, finals)
+
+
 def _chunk(
     state: Float[Array, "heads value_dim key_dim"], terms: ChunkTerms, precision: lax.Precision
 ) -> tuple[Float[Array, "heads value_dim key_dim"], Float[Array, "heads size value_dim"]]:

@@ -70,6 +70,26 @@ class RecurrentResult(NamedTuple):
     final_states: Float[Array, "rows ..."]
 
 
+Recurrence = Callable[[Any, Array, RecurrentRows], RecurrentResult]
+
+
+def with_gradients(form: Recurrence, of: Recurrence) -> Recurrence:
+    """`form`, with the gradients of `of`, which computes the same.
+
+    Loops that end with the last live chunk, and kernels, have no gradients of their own. Between the passes only the
+    arguments are kept.
+    """
+
+    def backward(arguments: tuple[Any, Array, RecurrentRows], gradients: RecurrentResult) -> tuple[Any, Array, None]:
+        inputs, initial_states, rows = arguments
+        _, pull = jax.vjp(lambda inputs, states: of(inputs, states, rows), inputs, initial_states)
+        return (*pull(gradients), None)
+
+    recurrence = jax.custom_vjp(form)
+    recurrence.defvjp(lambda *arguments: (form(*arguments), arguments), backward)
+    return recurrence
+
+
 def scan_tokens(
     step: Callable[[Array, Any], tuple[Array, Array]],
     inputs: Any,

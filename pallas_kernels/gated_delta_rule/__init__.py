@@ -12,14 +12,18 @@ from tokenspeed_jax.pallas_kernels.gated_delta_rule.reference import (
     gated_delta_rule_reference,
     gated_delta_rule_step_reference,
 )
-from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import gated_delta_rule_step_xla, gated_delta_rule_xla
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import (
+    gated_delta_rule_all_chunks,
+    gated_delta_rule_step_xla,
+    gated_delta_rule_xla,
+)
 from tokenspeed_jax.pallas_kernels.implementations import (
     Implementation,
     check_implementation,
     choose_implementation,
     hopper_refusal,
 )
-from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows, with_gradients
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
@@ -69,7 +73,7 @@ def gated_delta_rule(
         "mosaic": gated_delta_rule_mosaic,
     }
     with jax.named_scope("gated_delta_rule"):
-        return functions[implementation](inputs, initial_states, rows)
+        return with_gradients(functions[implementation], gated_delta_rule_all_chunks)(inputs, initial_states, rows)
 
 
 def gated_delta_rule_step(

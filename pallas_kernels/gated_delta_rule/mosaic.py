@@ -4,8 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.pallas_kernels.chunked_states import matmul_precision
-from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import delta_rule_terms
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import chunk_terms
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_mosaic
 
@@ -18,13 +17,5 @@ def gated_delta_rule_mosaic(
     interpret: Any = None,
 ) -> RecurrentResult:
     """See `gated_delta_rule`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
-    dtype = inputs.v.dtype
-    precision = matmul_precision(dtype)
-    return state_scan_mosaic(
-        lambda chunk: delta_rule_terms(*chunk, precision=precision),
-        tuple(inputs),
-        initial_states,
-        rows,
-        dtype,
-        interpret=interpret,
-    )
+    terms_of, dtype = chunk_terms(inputs.v.dtype), inputs.v.dtype
+    return state_scan_mosaic(terms_of, tuple(inputs), initial_states, rows, dtype, interpret=interpret)

@@ -7,6 +7,7 @@ With D the updates d_i of a chunk's tokens as rows (arXiv 2412.06464 and, for a 
 so D = updates - corrections S^T with updates = (I + A)^-1 beta V and corrections = (I + A)^-1 beta (K * decay).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
-from tokenspeed_jax.pallas_kernels.chunked_states import ChunkTerms, matmul_precision, per_value_head, walk_chunks
+from tokenspeed_jax.pallas_kernels.chunked_states import (
+    ChunkTerms,
+    matmul_precision,
+    per_value_head,
+    walk_all_chunks,
+    walk_chunks,
+)
 from tokenspeed_jax.pallas_kernels.decay_products import decayed_products, decays, unit_lower_inverse
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 
@@ -23,10 +30,21 @@ def gated_delta_rule_xla(
     inputs: Any, initial_states: Float[Array, "rows heads value_dim key_dim"], rows: RecurrentRows
 ) -> RecurrentResult:
     """See `gated_delta_rule`."""
-    precision = matmul_precision(inputs.v.dtype)
-    return walk_chunks(
-        lambda chunk: delta_rule_terms(*chunk, precision=precision), tuple(inputs), initial_states, rows, inputs.v.dtype
-    )
+    terms_of = chunk_terms(inputs.v.dtype)
+    return walk_chunks(terms_of, tuple(inputs), initial_states, rows, inputs.v.dtype)
+
+
+def gated_delta_rule_all_chunks(
+    inputs: Any, initial_states: Float[Array, "rows heads value_dim key_dim"], rows: RecurrentRows
+) -> RecurrentResult:
+    """Has gradients, unlike the other forms."""
+    terms_of = chunk_terms(inputs.v.dtype)
+    return walk_all_chunks(terms_of, tuple(inputs), initial_states, rows, inputs.v.dtype)
+
+
+def chunk_terms(dtype: jnp.dtype) -> Callable[[Any], ChunkTerms]:
+    """From chunks of inputs of this dtype to their terms."""
+    return lambda chunk: delta_rule_terms(*chunk, precision=matmul_precision(dtype))
 
 
 def delta_rule_terms(

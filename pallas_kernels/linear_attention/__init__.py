@@ -18,8 +18,12 @@ from tokenspeed_jax.pallas_kernels.linear_attention.reference import (
     linear_attention_reference,
     linear_attention_step_reference,
 )
-from tokenspeed_jax.pallas_kernels.linear_attention.xla import linear_attention_step_xla, linear_attention_xla
-from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.linear_attention.xla import (
+    linear_attention_all_chunks,
+    linear_attention_step_xla,
+    linear_attention_xla,
+)
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows, with_gradients
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
@@ -66,7 +70,7 @@ def linear_attention(
         "mosaic": linear_attention_mosaic,
     }
     with jax.named_scope("linear_attention"):
-        return functions[implementation](inputs, initial_states, rows)
+        return with_gradients(functions[implementation], linear_attention_all_chunks)(inputs, initial_states, rows)
 
 
 def linear_attention_step(

@@ -1,5 +1,6 @@
 """Linear attention in plain JAX: chunks of 64 tokens and the states between them; and one gathered step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,7 +8,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
-from tokenspeed_jax.pallas_kernels.chunked_states import ChunkTerms, matmul_precision, per_value_head, walk_chunks
+from tokenspeed_jax.pallas_kernels.chunked_states import (
+    ChunkTerms,
+    matmul_precision,
+    per_value_head,
+    walk_all_chunks,
+    walk_chunks,
+)
 from tokenspeed_jax.pallas_kernels.decay_products import decays
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 
@@ -16,14 +23,21 @@ def linear_attention_xla(
     inputs: Any, initial_states: Float[Array, "rows heads value_dim key_dim"], rows: RecurrentRows
 ) -> RecurrentResult:
     """See `linear_attention`."""
-    precision = matmul_precision(inputs.v.dtype)
-    return walk_chunks(
-        lambda chunk: linear_attention_terms(*chunk, precision=precision),
-        tuple(inputs),
-        initial_states,
-        rows,
-        inputs.v.dtype,
-    )
+    terms_of = chunk_terms(inputs.v.dtype)
+    return walk_chunks(terms_of, tuple(inputs), initial_states, rows, inputs.v.dtype)
+
+
+def linear_attention_all_chunks(
+    inputs: Any, initial_states: Float[Array, "rows heads value_dim key_dim"], rows: RecurrentRows
+) -> RecurrentResult:
+    """Has gradients, unlike the other forms."""
+    terms_of = chunk_terms(inputs.v.dtype)
+    return walk_all_chunks(terms_of, tuple(inputs), initial_states, rows, inputs.v.dtype)
+
+
+def chunk_terms(dtype: jnp.dtype) -> Callable[[Any], ChunkTerms]:
+    """From chunks of inputs of this dtype to their terms."""
+    return lambda chunk: linear_attention_terms(*chunk, precision=matmul_precision(dtype))
 
 
 def linear_attention_terms(

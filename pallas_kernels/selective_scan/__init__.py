@@ -11,12 +11,16 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     check_implementation,
     choose_implementation,
 )
-from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows, with_gradients
 from tokenspeed_jax.pallas_kernels.selective_scan.reference import (
     selective_scan_reference,
     selective_scan_step_reference,
 )
-from tokenspeed_jax.pallas_kernels.selective_scan.xla import selective_scan_step_xla, selective_scan_xla
+from tokenspeed_jax.pallas_kernels.selective_scan.xla import (
+    selective_scan_all_chunks,
+    selective_scan_step_xla,
+    selective_scan_xla,
+)
 
 __all__ = ["SelectiveScanInputs", "selective_scan", "selective_scan_step"]
 
@@ -61,7 +65,7 @@ def selective_scan(
     implementation = choose_implementation(implementation, NO_KERNEL)
     functions = {"reference": selective_scan_reference, "xla": selective_scan_xla}
     with jax.named_scope("selective_scan"):
-        return functions[implementation](inputs, initial_states, rows)
+        return with_gradients(functions[implementation], selective_scan_all_chunks)(inputs, initial_states, rows)
 
 
 def selective_scan_step(

@@ -30,19 +30,51 @@ def selective_scan_xla(
         state, bodies, finals, out = carry
         row = chunks.rows[i]
         state = jnp.where(chunks.opens[i], initial_states.at[row].get(mode="clip"), state)
-        here = jax.tree.map(chunks.part(i, 1).gather, tuple(inputs[:4]))
-        outputs = []
-        for token in range(CHUNK):
-            state, output = _token(state, *(x[0, token].astype(jnp.float32) for x in here), rate=rate)
-            outputs.append(output)
+        here = tuple(x[0] for x in jax.tree.map(chunks.part(i, 1).gather, tuple(inputs[:4])))
+        state, outputs = _chunk(state, here, rate)
         bodies = bodies.at[jnp.where(chunks.closes_body[i], row, rows.num_rows)].set(state, mode="drop")
         finals = finals.at[jnp.where(chunks.closes_row[i], row, rows.num_rows)].set(state, mode="drop")
-        return state, bodies, finals, lax.dynamic_update_index_in_dim(out, jnp.stack(outputs).astype(dtype), i, 0)
+        return state, bodies, finals, lax.dynamic_update_index_in_dim(out, outputs.astype(dtype), i, 0)
 
     out = jnp.zeros((chunks.capacity, CHUNK, inputs.x.shape[1]), dtype)
     carry = (jnp.zeros_like(initial_states[0]), initial_states, initial_states, out)
     _, bodies, finals, out = lax.fori_loop(0, chunks.count, visit, carry)
     return RecurrentResult(chunks.restore(out), bodies, finals)
+
+
+def selective_scan_all_chunks(
+    inputs: Any, initial_states: Float[Array, "rows channels states"], rows: RecurrentRows
+) -> RecurrentResult:
+    """Has gradients, unlike the other form: visits empty chunks too. Chunks are computed again in the backward pass."""
+    dtype, rate = inputs.x.dtype, inputs.rate.astype(jnp.float32)
+    chunks = Chunks.cut(rows, inputs.x.shape[0], CHUNK)
+    initial_states = initial_states.astype(jnp.float32)
+
+    def visit(carry: tuple[Array, Array, Array], item: tuple[Any, ...]) -> tuple[tuple[Array, Array, Array], Array]:
+        state, bodies, finals = carry
+        here, row, opens, closes_body, closes_row = item
+        state = jnp.where(opens, initial_states.at[row].get(mode="clip"), state)
+        state, outputs = jax.checkpoint(_chunk)(state, here, rate)
+        bodies = bodies.at[jnp.where(closes_body, row, rows.num_rows)].set(state, mode="drop")
+        finals = finals.at[jnp.where(closes_row, row, rows.num_rows)].set(state, mode="drop")
+        return (state, bodies, finals), outputs.astype(dtype)
+
+    here = jax.tree.map(chunks.gather, tuple(inputs[:4]))
+    items = (here, chunks.rows, chunks.opens, chunks.closes_body, chunks.closes_row)
+    carry = (jnp.zeros_like(initial_states[0]), initial_states, initial_states)
+    (_, bodies, finals), out = lax.scan(visit, carry, items)
+    return RecurrentResult(chunks.restore(out), bodies, finals)
+
+
+def _chunk(
+    state: Float[Array, "channels states"], inputs: tuple[Float[Array, "size width"], ...], rate: Array
+) -> tuple[Float[Array, "channels states"], Float[Array, "size channels"]]:
+    """State after a chunk, and its outputs."""
+    outputs = []
+    for token in range(CHUNK):
+        state, output = _token(state, *(x[token].astype(jnp.float32) for x in inputs), rate=rate)
+        outputs.append(output)
+    return state, jnp.stack(outputs)
 
 
 def _token(

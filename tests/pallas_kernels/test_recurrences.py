@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_jax.pallas_kernels.gated_delta_rule import gated_delta_rule
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from tokenspeed_jax.pallas_kernels.linear_attention import linear_attention
+from tokenspeed_jax.pallas_kernels.linear_attention.reference import linear_attention_reference
 from tokenspeed_jax.pallas_kernels.recurrent_problems import (
     float64_definition,
     ragged_rows,
@@ -19,6 +21,7 @@ from tokenspeed_jax.pallas_kernels.recurrent_problems import (
     random_selective_scan,
 )
 from tokenspeed_jax.pallas_kernels.selective_scan import selective_scan
+from tokenspeed_jax.pallas_kernels.selective_scan.reference import selective_scan_reference
 
 TOKENS, ROWS = 320, 8
 # Of the largest value in the compared array, for float32 inputs; measured errors are below a third of it.
@@ -29,6 +32,12 @@ OPS = {
     "kda": (gated_delta_rule, functools.partial(random_delta_rule, decay_per_channel=True), (4, 8, 16)),
     "linear_attention": (linear_attention, random_linear_attention, (4, 8, 16)),
     "selective_scan": (selective_scan, random_selective_scan, (6, 5)),
+}
+REFERENCES = {
+    "gdn": gated_delta_rule_reference,
+    "kda": gated_delta_rule_reference,
+    "linear_attention": linear_attention_reference,
+    "selective_scan": selective_scan_reference,
 }
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65]  # model-families.md, invariant 11
 BODIES = [0, 1, 9, 16, 16, 17, 1, 64]
@@ -155,3 +164,28 @@ def test_an_implementation_it_does_not_have_is_refused_with_the_reason(op):
     for name, word in (("mosaic", "cannot serve this call"), ("fast", "must be None or one of")):
         with pytest.raises(ValueError, match=word):
             OPS[op][0](inputs, initial, ragged_rows(LENGTHS), implementation=name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_those_of_the_definition(op):
+    """With respect to every input and the initial states, through outputs, body states and final states."""
+    inputs, initial = problem(op, 8)
+    rows = ragged_rows(LENGTHS, BODIES)
+    assert sum(LENGTHS) < TOKENS
+    rng, result = np.random.default_rng(9), compiled(op)(inputs, initial, rows)
+    weights = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in result]
+    # An empty row's body state means nothing.
+    weights[1] = weights[1].at[0].set(0.0)
+    weights[0] = weights[0].at[sum(LENGTHS) :].set(0.0)
+
+    def loss(scan, inputs, initial):
+        result = scan(inputs, initial, rows)
+        return sum(jnp.vdot(x, w) for x, w in zip(result, weights, strict=True))
+
+    gradients = [
+        jax.jit(jax.grad(functools.partial(loss, scan), argnums=(0, 1)))(inputs, initial)
+        for scan in (compiled(op), REFERENCES[op])
+    ]
+    for actual, expected in zip(*(jax.tree.leaves(x) for x in gradients), strict=True):
+        assert np.abs(expected).max() > 0
+        assert_close(actual, np.asarray(expected, np.float64), 1e-4)
