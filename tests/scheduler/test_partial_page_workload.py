@@ -4,7 +4,7 @@ import copy
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from .partial_page_workload import Copies, PartialPages
@@ -84,6 +84,24 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
     priorities=st.sampled_from([(0,), (0, 1), (-5, 0, 7)]),
     overtaken=st.sampled_from([0, 1, 64]),
     failure_rate=st.sampled_from([0.0, 0.2]),
+)
+# A fork takes over a block that its parent has just got in exchange for an equal one.
+@example(
+    which=0,
+    usable=13,
+    host=0,
+    storage=False,
+    forks=True,
+    seed=1123549,
+    mixed=True,
+    overlap=0,
+    width=1,
+    replay=0,
+    budget=3,
+    batch=3,
+    priorities=(0, 1),
+    overtaken=0,
+    failure_rate=0.0,
 )
 def test_any_configuration_serves_everybody(
     which: int,
