@@ -36,7 +36,7 @@ else
 endif
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu" --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -9,8 +9,7 @@
 //   host, and the other way round.
 // - It holds no per-request state: a request's tables live with the request, one per group in group order.
 //
-// Group ids are dense: a group's id is its position in the specs. Tables and demands passed in always have one element
-// per group.
+// Group ids are dense: a group's id is its position in the specs. Tables and demands always have one element per group.
 //
 // Ownership: owns the pools and all groups. Tables, admission results and other holders of blocks must be freed or
 // destroyed before the coordinator dies.

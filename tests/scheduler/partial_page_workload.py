@@ -100,9 +100,10 @@ class PartialPages(Workload):
     def find_takers(self, step: Step) -> set[str]:
         held = {
             (group, block)
-            for request in self.live.values()
+            for request_id, request in self.live.items()
             for group, table in enumerate(request.tables or [])
-            for block in table
+            # A decode of this step may have exchanged blocks for equal ones that were cached before.
+            for block in (*table, *(step.row(request_id, group) if request_id in step.ids else ()))
         }
         # Publishing may have put other blocks into the tables of this very round.
         held |= {

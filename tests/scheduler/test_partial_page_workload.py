@@ -85,6 +85,7 @@ def test_a_crowded_pool_serves_everybody(which: int, mixed: bool, overlap: int, 
     overtaken=st.sampled_from([0, 1, 64]),
     failure_rate=st.sampled_from([0.0, 0.2]),
 )
+# A fork takes over a block that its parent has just got in exchange for an equal one.
 @example(
     which=0,
     usable=13,
