@@ -10,9 +10,7 @@ from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs
-from tokenspeed_jax.pallas_kernels.linear_attention import LinearAttentionInputs
-from tokenspeed_jax.pallas_kernels.selective_scan import SelectiveScanInputs
+from tokenspeed_jax.pallas_kernels.recurrences import RecurrenceInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +84,6 @@ class RecurrentSpec:
 
 
 LayerSpec = AttentionSpec | LatentAttentionSpec | RecurrentSpec
-RecurrenceInputs = DeltaRuleInputs | LinearAttentionInputs | SelectiveScanInputs
 
 
 class LatentExpansion(NamedTuple):

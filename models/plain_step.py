@@ -15,10 +15,8 @@ from tokenspeed_jax.models.attention import (
     RecurrentSpec,
 )
 from tokenspeed_jax.pallas_kernels.causal_convolution import causal_convolution
-from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
-from tokenspeed_jax.pallas_kernels.linear_attention import LinearAttentionInputs, linear_attention
+from tokenspeed_jax.pallas_kernels.recurrences import RECURRENCES
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentRows
-from tokenspeed_jax.pallas_kernels.selective_scan import SelectiveScanInputs, selective_scan
 
 _QUERY_BLOCK = 512
 
@@ -121,13 +119,7 @@ class PlainStep:
         rows = self._rows()
         assert layer.state_shape is not None
         initial = jnp.zeros((rows.num_rows, *layer.state_shape), jnp.float32)
-        match inputs:
-            case DeltaRuleInputs():
-                return gated_delta_rule(inputs, initial, rows).output
-            case LinearAttentionInputs():
-                return linear_attention(inputs, initial, rows).output
-            case SelectiveScanInputs():
-                return selective_scan(inputs, initial, rows).output
+        return RECURRENCES[type(inputs)].walk(inputs, initial, rows).output
 
     def _rows(self) -> RecurrentRows:
         if self.num_segments is None:

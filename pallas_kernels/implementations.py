@@ -1,4 +1,4 @@
-"""Which implementation of an attention kernel serves a call, and why a faster one does not."""
+"""Which implementation of a kernel serves a call, and why a faster one does not."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args

@@ -70,6 +70,21 @@ class RecurrentResult(NamedTuple):
     final_states: Float[Array, "rows ..."]
 
 
+def check_matrix_states(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    state_shape: tuple[int, ...],
+) -> None:
+    """Raises ValueError where queries, keys, values and states [heads, value_dim, key_dim] do not fit together."""
+    tokens, heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[1:]
+    if k.shape != q.shape or q.shape[0] != tokens or heads % key_heads:
+        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not fit together")
+    if tuple(state_shape) != (heads, value_dim, key_dim):
+        raise ValueError(f"states have shape {tuple(state_shape)}, expected {(heads, value_dim, key_dim)}")
+
+
 Recurrence = Callable[[Any, Array, RecurrentRows], RecurrentResult]
 
 

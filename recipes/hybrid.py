@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import override
 
-from tokenspeed_jax.models.attention import LayerSpec, RecurrentSpec
-from tokenspeed_jax.recipes.base import NO_PADDING_LIMIT, CacheRecipe, SchedulerLimits
-from tokenspeed_jax.recipes.layers import check_layers, history_fields, kv_head_count, storage_label, window_of
+from tokenspeed_jax.models.attention import RecurrentSpec
+from tokenspeed_jax.recipes.layers import LayerRecipe, history_fields
 from tokenspeed_jax.recipes.layout import CacheLayout
 from tokenspeed_jax.recipes.spec import (
     CacheFieldSpec,
@@ -13,70 +12,30 @@ from tokenspeed_jax.recipes.spec import (
     Group,
     group,
     layer_group_ids,
-    require_positive_int,
     split_recurrent_state_groups,
 )
 
 STATE_DTYPE = "float32"
 
 
-class HybridRecipe(CacheRecipe):
+class HybridRecipe(LayerRecipe):
     """Recurrent layers dealt into as many state groups as stand in a row between two layers with history.
 
     The groups then have about equal depth, and the i-th layer of each shares the planes `unit.<i>.a` and
     `unit.<i>.b`: keys and recurrent states on a, values and convolution windows on b (cache-runtime.md 3, E5, E6).
     Keys and states tile their plane exactly, so their ratio fixes how many blocks of each group a parent holds.
-
-    Args:
-        layers: the model's layers, layer ids 0, 1, 2, ... in order.
-        kv_dtype: element type of keys, values, latents and convolution windows; states are float32.
-        prefix_granularity: P, tokens; also the block granularity of every history group.
-        checkpoint_granularity: G, tokens between two state blocks of a request; divides P. None takes P.
+    Convolution windows have the dtype of keys and values, states are float32.
     """
 
     family = "hybrid"
     alignment = 256
-    # States and keys of small models differ by ratios that no bound fits; the start-up report shows what is lost.
-    max_padding_fraction = NO_PADDING_LIMIT
-
-    def __init__(
-        self,
-        layers: tuple[LayerSpec, ...],
-        *,
-        kv_dtype: str,
-        prefix_granularity: int,
-        checkpoint_granularity: int | None = None,
-        budget_bytes: int,
-        token_limit: int | None = None,
-        limits: SchedulerLimits,
-    ) -> None:
-        super().__init__(budget_bytes=budget_bytes, token_limit=token_limit, limits=limits)
-        check_layers(layers, kv_dtype)
-        self.layers = layers
-        self.kv_dtype = kv_dtype
-        self._prefix_granularity = require_positive_int("prefix_granularity", prefix_granularity)
-        self.checkpoint_granularity = checkpoint_granularity or prefix_granularity
-
-    @property
-    @override
-    def prefix_granularity(self) -> int:
-        return self._prefix_granularity
-
-    @property
-    @override
-    def layer_types(self) -> tuple[str, ...]:
-        return tuple(storage_label(layer) for layer in self.layers)
-
-    @property
-    @override
-    def layer_kv_head_counts(self) -> tuple[int, ...]:
-        return tuple(kv_head_count(layer) for layer in self.layers)
+    # No padding limit: states and keys of small models differ by ratios that no bound fits. The start-up report shows
+    # what is lost.
 
     def group_ids(self) -> tuple[str, ...]:
         """Group of each layer: state layers by their place in a run, all in one where no layer has history."""
         labels = self.layer_types
-        windows = tuple(window_of(layer) for layer in self.layers)
-        history = layer_group_ids(labels, windows)
+        history = layer_group_ids(labels, self.windows)
         if all(label == "linear_attention" for label in labels):
             return history
         states = split_recurrent_state_groups(labels)
@@ -90,7 +49,7 @@ class HybridRecipe(CacheRecipe):
         return group(
             self.layer_types,
             self.group_ids(),
-            tuple(window_of(layer) for layer in self.layers),
+            self.windows,
             self.prefix_granularity,
             self.fields_for_layer,
             checkpoint_granularity=self.checkpoint_granularity,

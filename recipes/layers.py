@@ -1,10 +1,12 @@
-"""What one layer of a model stores: its label, its window and its fields, whatever the recipe."""
+"""What one layer of a model stores, whatever the recipe, and `LayerRecipe`, the base of recipes made of layers."""
 
 from collections.abc import Sequence
+from typing import override
 
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
-from tokenspeed_jax.recipes.spec import CacheFieldSpec
+from tokenspeed_jax.recipes.base import NO_PADDING_LIMIT, CacheRecipe, SchedulerLimits
+from tokenspeed_jax.recipes.spec import CacheFieldSpec, require_positive_int
 
 KV_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -58,3 +60,54 @@ def history_fields(
         CacheFieldSpec(f"layer.{layer.layer_id}.{name}", plane, shape, dtype)
         for name, plane in zip("kv", planes, strict=True)
     )
+
+
+class LayerRecipe(CacheRecipe):
+    """A recipe over the layers that a model declares; what they store together is the family's.
+
+    Args:
+        layers: the model's layers, layer ids 0, 1, 2, ... in order.
+        kv_dtype: element type of keys, values and latents.
+        prefix_granularity: P, tokens; also the block granularity of every history group.
+        checkpoint_granularity: G, tokens between two state blocks of a request; divides P. None takes P.
+    """
+
+    max_padding_fraction = NO_PADDING_LIMIT
+
+    def __init__(
+        self,
+        layers: tuple[LayerSpec, ...],
+        *,
+        kv_dtype: str,
+        prefix_granularity: int,
+        checkpoint_granularity: int | None = None,
+        budget_bytes: int,
+        token_limit: int | None = None,
+        limits: SchedulerLimits,
+    ) -> None:
+        super().__init__(budget_bytes=budget_bytes, token_limit=token_limit, limits=limits)
+        check_layers(layers, kv_dtype)
+        self.layers = layers
+        self.kv_dtype = kv_dtype
+        self.checkpoint_granularity = checkpoint_granularity
+        self._prefix_granularity = require_positive_int("prefix_granularity", prefix_granularity)
+
+    @property
+    @override
+    def prefix_granularity(self) -> int:
+        return self._prefix_granularity
+
+    @property
+    @override
+    def layer_types(self) -> tuple[str, ...]:
+        return tuple(storage_label(layer) for layer in self.layers)
+
+    @property
+    @override
+    def layer_kv_head_counts(self) -> tuple[int, ...]:
+        return tuple(kv_head_count(layer) for layer in self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer's group retains; None for all."""
+        return tuple(window_of(layer) for layer in self.layers)

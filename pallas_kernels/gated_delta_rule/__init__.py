@@ -23,7 +23,12 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     choose_implementation,
     hopper_refusal,
 )
-from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows, with_gradients
+from tokenspeed_jax.pallas_kernels.recurrent_rows import (
+    RecurrentResult,
+    RecurrentRows,
+    check_matrix_states,
+    with_gradients,
+)
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
@@ -109,15 +114,11 @@ def gated_delta_rule_step(
 
 def check_delta_rule(inputs: DeltaRuleInputs, state_shape: tuple[int, ...]) -> None:
     """Raises ValueError where inputs and states do not fit together."""
-    tokens, heads, value_dim = inputs.v.shape
-    key_heads, key_dim = inputs.q.shape[1:]
-    if inputs.k.shape != inputs.q.shape or inputs.q.shape[0] != tokens or heads % key_heads:
-        raise ValueError(f"q {inputs.q.shape}, k {inputs.k.shape} and v {inputs.v.shape} do not fit together")
-    if inputs.log_decay.shape not in ((tokens, heads), (tokens, heads, key_dim)):
+    check_matrix_states(inputs.q, inputs.k, inputs.v, state_shape)
+    tokens, heads, _ = inputs.v.shape
+    if inputs.log_decay.shape not in ((tokens, heads), (tokens, heads, inputs.q.shape[2])):
         raise ValueError(f"log_decay has shape {inputs.log_decay.shape}, expected {(tokens, heads)} with or without K")
     if inputs.beta.shape != (tokens, heads):
         raise ValueError(f"beta has shape {inputs.beta.shape}, expected {(tokens, heads)}")
-    if tuple(state_shape) != (heads, value_dim, key_dim):
-        raise ValueError(f"states have shape {tuple(state_shape)}, expected {(heads, value_dim, key_dim)}")
     if jnp.dtype(inputs.log_decay.dtype).itemsize < 4 or jnp.dtype(inputs.beta.dtype).itemsize < 4:
         raise ValueError("log_decay and beta must be float32")

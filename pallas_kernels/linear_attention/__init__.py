@@ -23,7 +23,12 @@ from tokenspeed_jax.pallas_kernels.linear_attention.xla import (
     linear_attention_step_xla,
     linear_attention_xla,
 )
-from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows, with_gradients
+from tokenspeed_jax.pallas_kernels.recurrent_rows import (
+    RecurrentResult,
+    RecurrentRows,
+    check_matrix_states,
+    with_gradients,
+)
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
 
@@ -96,13 +101,9 @@ def linear_attention_step(
 
 def check_linear_attention(inputs: LinearAttentionInputs, state_shape: tuple[int, ...]) -> None:
     """Raises ValueError where inputs and states do not fit together."""
-    tokens, heads, value_dim = inputs.v.shape
-    key_heads, key_dim = inputs.q.shape[1:]
-    if inputs.k.shape != inputs.q.shape or inputs.q.shape[0] != tokens or heads % key_heads:
-        raise ValueError(f"q {inputs.q.shape}, k {inputs.k.shape} and v {inputs.v.shape} do not fit together")
+    check_matrix_states(inputs.q, inputs.k, inputs.v, state_shape)
+    tokens, heads, _ = inputs.v.shape
     if inputs.log_decay.shape != (tokens, heads):
         raise ValueError(f"log_decay has shape {inputs.log_decay.shape}, expected {(tokens, heads)}")
-    if tuple(state_shape) != (heads, value_dim, key_dim):
-        raise ValueError(f"states have shape {tuple(state_shape)}, expected {(heads, value_dim, key_dim)}")
     if jnp.dtype(inputs.log_decay.dtype).itemsize < 4:
         raise ValueError("log_decay must be float32")

@@ -4,30 +4,14 @@ A decode step updates states in place in the arena. A step with prefill chunks w
 row's checkpoint and the state after its last token go to blocks of their own (cache-runtime.md 17).
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.models.attention import RecurrenceInputs
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
 from tokenspeed_jax.pallas_kernels.causal_convolution import causal_convolution, causal_convolution_step
-from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule, gated_delta_rule_step
-from tokenspeed_jax.pallas_kernels.linear_attention import (
-    LinearAttentionInputs,
-    linear_attention,
-    linear_attention_step,
-)
+from tokenspeed_jax.pallas_kernels.recurrences import RECURRENCES
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
-from tokenspeed_jax.pallas_kernels.selective_scan import SelectiveScanInputs, selective_scan, selective_scan_step
-
-_KERNELS: dict[type, tuple[Callable[..., RecurrentResult], Callable[..., tuple[Any, BlockView]]]] = {
-    DeltaRuleInputs: (gated_delta_rule, gated_delta_rule_step),
-    LinearAttentionInputs: (linear_attention, linear_attention_step),
-    SelectiveScanInputs: (selective_scan, selective_scan_step),
-}
-"""Type of a recurrence's inputs -> its walk over rows, and its single step."""
 
 
 def convolve_cached(
@@ -56,10 +40,10 @@ def recur_cached(
     inputs: RecurrenceInputs, states: BlockView, blocks: StateBlocks, rows: RecurrentRows | None
 ) -> tuple[Float[Array, "tokens ..."], BlockView]:
     """The recurrence from cached states; arguments and results as for `convolve_cached`."""
-    scan, step = _KERNELS[type(inputs)]
+    recurrence = RECURRENCES[type(inputs)]
     if rows is None:
-        return step(inputs, states, blocks.source, blocks.target)
-    result = scan(inputs, states.take(blocks.source), rows)
+        return recurrence.step(inputs, states, blocks.source, blocks.target)
+    result = recurrence.walk(inputs, states.take(blocks.source), rows)
     return result.output, _stored(states, blocks, result)
 
 

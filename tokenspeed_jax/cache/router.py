@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Int32
 
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
-from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up, state_groups
+from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up
 from tokenspeed_jax.pallas_kernels.implementations import Implementation
 from tokenspeed_jax.pallas_kernels.table_expansion import TableGeometry, expand_tables
 from tokenspeed_jax.recipes.spec import require_positive_int
@@ -44,7 +44,7 @@ class CacheGroupRouter:
         history = [spec for spec in contract.group_specs if spec.family == "history"]
         self.group_ids: tuple[str, ...] = tuple(spec.group_id for spec in history)
         """History groups, in contract order."""
-        self._states = state_groups(contract.group_specs)
+        self._states = tuple(spec for spec in contract.group_specs if spec.family == "state")
         self._prefix_granularity = contract.prefix_granularity
         if set(kernel_page_sizes) != set(self.group_ids):
             raise ValueError(

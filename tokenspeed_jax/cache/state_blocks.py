@@ -4,7 +4,6 @@ Host side: a step needs three blocks of a row per state group, so these are look
 uploaded instead of the tables themselves.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -52,7 +51,8 @@ def look_up(
         checkpoint: tokens at each row's checkpoint, 0 for none.
 
     Raises:
-        ValueError: a table without a block where a state is read or stored, or one block for two of these.
+        ValueError: a row outside its table, no block for the state before or after the step, or one block that two
+            rows, or two boundaries of a row, are to write. A hole at the checkpoint is no error: nothing is kept then.
     """
     span = spec.block_granularity
     if after.size and (int(after.min()) < 1 or int((after.max() - 1) // span) >= table.shape[1]):
@@ -69,8 +69,3 @@ def look_up(
     if (source[moved] == target[moved]).any() or len(set(target.tolist())) < len(target):
         raise ValueError(f"{where}: one block is to hold two states: sources {source}, targets {target}")
     return np.stack([source, np.maximum(stored, 0), target]).astype(np.int32)
-
-
-def state_groups(specs: Sequence[CacheGroupSpec]) -> tuple[CacheGroupSpec, ...]:
-    """The state groups, in contract order."""
-    return tuple(spec for spec in specs if spec.family == "state")

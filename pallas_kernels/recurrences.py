@@ -1,0 +1,36 @@
+"""Every recurrence by the type of its inputs: the walk over a step's rows, and the single step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tokenspeed_jax.pallas_kernels.blocks import BlockView
+from tokenspeed_jax.pallas_kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule, gated_delta_rule_step
+from tokenspeed_jax.pallas_kernels.linear_attention import (
+    LinearAttentionInputs,
+    linear_attention,
+    linear_attention_step,
+)
+from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult
+from tokenspeed_jax.pallas_kernels.selective_scan import SelectiveScanInputs, selective_scan, selective_scan_step
+
+RecurrenceInputs = DeltaRuleInputs | LinearAttentionInputs | SelectiveScanInputs
+
+
+class Recurrence(NamedTuple):
+    """One recurrence.
+
+    Attributes:
+        walk: (inputs, initial states, rows) -> `RecurrentResult`.
+        step: (inputs, states as a `BlockView`, source blocks, target blocks) -> (output, the view after the step).
+    """
+
+    walk: Callable[..., RecurrentResult]
+    step: Callable[..., tuple[Any, BlockView]]
+
+
+RECURRENCES: dict[type, Recurrence] = {
+    DeltaRuleInputs: Recurrence(gated_delta_rule, gated_delta_rule_step),
+    LinearAttentionInputs: Recurrence(linear_attention, linear_attention_step),
+    SelectiveScanInputs: Recurrence(selective_scan, selective_scan_step),
+}
+"""Type of a recurrence's inputs -> the recurrence, one line each."""
