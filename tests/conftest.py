@@ -1,11 +1,13 @@
 """Checkpoints and golden outputs that tests of several parts use."""
 
 import functools
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import settings
 
@@ -17,6 +19,14 @@ from tokenspeed_jax.weights.demo import demo_checkpoint
 settings.register_profile("long", max_examples=3000, stateful_step_count=300, deadline=None)
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_compilations() -> Iterator[None]:
+    """Drops a module's compiled programs with it: each holds memory maps, of which a process may have 65,530."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""Engines over the tiny golden checkpoints; each distinct configuration is built once per test session."""
+"""Engines over the tiny golden checkpoints; the tests of one family in a module share those of equal configuration."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from tokenspeed_jax import Engine, EngineConfig
@@ -14,13 +16,21 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 EngineFactory = Callable[..., Engine]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny_engine() -> Iterator[EngineFactory]:
     """`tiny_engine(family, **options)`: a small float32 engine on the CPU, shared by equal configurations.
 
-    Buckets compile on first use unless `warmup=True`: most tests need few of them.
+    Buckets compile on first use unless `warmup=True`: most tests need few of them. Asking for another family closes the
+    engines of the one before: every compiled program holds memory maps, of which a process may have 65,530. So tests of
+    many families take them with `parametrize(..., scope="module")`, which runs a family's tests one after another.
     """
     engines: dict[EngineConfig, Engine] = {}
+
+    def close() -> None:
+        while engines:
+            engines.popitem()[1].close()
+        gc.collect()
+        jax.clear_caches()
 
     def make(family: str, **options: object) -> Engine:
         settings = {
@@ -33,11 +43,12 @@ def tiny_engine() -> Iterator[EngineFactory]:
             "disable_progress_bars": True,
         } | options
         config = EngineConfig(model=str(GOLDEN / "tiny" / family), **settings)  # type: ignore[arg-type]
+        if any(other.model != config.model for other in engines):
+            close()
         if config not in engines:
             own = family == THREE_KINDS
             engines[config] = Engine.from_model(three_kinds_model(), config) if own else Engine(config)
         return engines[config]
 
     yield make
-    for engine in engines.values():
-        engine.close()
+    close()

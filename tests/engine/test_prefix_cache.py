@@ -17,7 +17,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 500, length).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_a_warm_request_agrees_with_the_cold_one(tiny_engine: EngineFactory, family: str) -> None:
     # 230 tokens cold and 102 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which
     # alone changes log-probabilities by up to 2e-5.
@@ -30,7 +30,7 @@ def test_a_warm_request_agrees_with_the_cold_one(tiny_engine: EngineFactory, fam
     assert warm.samples[0].logprobs == pytest.approx(cold.samples[0].logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineFactory, family: str) -> None:
     # Cold: chunks of 64 tokens, so the last one starts where the warm hit ends and has the same bucket.
     engine = tiny_engine(family, max_num_batched_tokens=64)
@@ -41,7 +41,7 @@ def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineF
     assert warm.samples[0].logprobs == cold.samples[0].logprobs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_a_shared_prefix_of_200_tokens_hits_at_64(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family, max_num_batched_tokens=64)
     first = prompt(6, 230)

@@ -69,7 +69,7 @@ def assert_reuse_is_exact(engine: Engine, family: str, triples: list[Triple]) ->
 
 
 @pytest.mark.parametrize("granularity", [4, P])
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize("family", STATE_FAMILIES, scope="module")
 def test_a_shared_prefix_changes_no_token_and_no_log_probability(
     tiny_engine: EngineFactory, family: str, granularity: int
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_shared_prefix_changes_no_token_and_no_log_probability(
 
 @pytest.mark.long
 @pytest.mark.parametrize("granularity", [4, P])
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize("family", STATE_FAMILIES, scope="module")
 def test_many_shared_prefixes(tiny_engine: EngineFactory, family: str, granularity: int) -> None:
     engine = engine_of_one_shape(tiny_engine, family, granularity)
     for seed in range(20):

@@ -50,7 +50,7 @@ def run_goldens(engine: Engine, family: str, *, together: bool) -> None:
             assert_is_golden(output, golden)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_cold_then_warm_prompts_in_one_chunk_match(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family)
     run_goldens(engine, family, together=False)
@@ -58,7 +58,7 @@ def test_cold_then_warm_prompts_in_one_chunk_match(tiny_engine: EngineFactory, f
     assert engine.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
     tiny_engine: EngineFactory, family: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_prompts_in_chunks_of_64_match_alone_and_in_a_mixed_batch_of_16(
         assert_is_golden(output, golden)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
     # Undeclared output budgets, and a pool that holds one and a half requests at full length (equal requests share
     # blocks; Mistral's keep only a window each). Without overlap, since a request whose step is in flight is never

@@ -114,14 +114,14 @@ def test_kimi_layers_are_counted_from_one(tiny_config):
     assert other.attention_layers()[1] == RecurrentSpec(1, (3 * 64, 4), (4, 16, 16))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_configurations_are_hashable_and_list_their_layers(family, tiny_config):
     config = resolved(tiny_config(family))[1]
     assert hash(config) == hash(resolved(tiny_config(family))[1])
     assert [spec.layer_id for spec in config.attention_layers()] == list(range(config.num_layers))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 @pytest.mark.parametrize("dense_layers", [0, 4])
 def test_weight_map_names_each_parameter_once(family, q_lora_rank, dense_layers, tiny_config):
@@ -153,7 +153,7 @@ def test_rotary_pairs_are_as_the_config_says(tiny_config):
     assert np.abs(forward(build(config, rope_interleave=False), ids, zeros, positions) - expected).max() > 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_packed_sequences_do_not_see_each_other(family, tiny_config):
     model = build(tiny_config(family))
     a, b = tokens(20, 1), tokens(44, 2)
@@ -163,7 +163,7 @@ def test_packed_sequences_do_not_see_each_other(family, tiny_config):
     np.testing.assert_allclose(both[20:], forward(model, b, jnp.zeros(44, int), jnp.arange(44)), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_bfloat16_stays_near_float32(family, tiny_checkpoint, tiny_golden):
     model = load_model(open_checkpoint(str(tiny_checkpoint(family))), dtype=jnp.bfloat16, progress=False)
     prompt = tiny_golden(family)["prompts"][1]
@@ -179,7 +179,7 @@ def test_bfloat16_stays_near_float32(family, tiny_checkpoint, tiny_golden):
     assert np.median(differences) < 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_the_layer_behind_the_last_is_left_out_and_anything_else_refused(family, tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(family), tmp_path / family)
     tensors = load_file(folder / "model.safetensors")

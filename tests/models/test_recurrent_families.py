@@ -133,7 +133,7 @@ def tokens(count, seed=0):
     return np.random.default_rng(seed).integers(3, 512, count)
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT, scope="module")
 def test_a_sequence_in_pieces_is_the_sequence_in_one(family, golden_model):
     """Invariants 12 and 36: at any cut, and token by token."""
     model, ids = golden_model(family), tokens(LENGTH)
@@ -168,7 +168,7 @@ def score(model, ids, segment_ids, positions):
     return model.logits(model(ids, positions, PlainStep(segment_ids, positions, num_segments=3)))
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT, scope="module")
 def test_packed_sequences_and_padding_do_not_see_each_other(family, golden_model):
     model = golden_model(family)
     a, b, lengths = tokens(20, 1), tokens(30, 2), [20, 30, 14]
@@ -184,7 +184,7 @@ def test_packed_sequences_and_padding_do_not_see_each_other(family, golden_model
     assert (np.asarray(packed[sum(lengths[:2]) :]) != np.asarray(repadded[sum(lengths[:2]) :])).any()
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", RECURRENT, scope="module")
 def test_gradients_reach_every_parameter_that_a_token_passes(family, golden_model):
     model, ids, positions = golden_model(family), jnp.asarray(tokens(24)), jnp.arange(24)
 
