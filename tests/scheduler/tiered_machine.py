@@ -238,9 +238,10 @@ class TieredMachine(SchedulerMachine):
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         new=st.integers(2, 18),
         failures=FAILURES,
+        lost=st.integers(0, 2),
     )
-    def come_back(self, clears: str, prompts: list[list[int]], new: int, failures: int) -> None:
-        """Everybody finishes, after a crowd; who comes next finds nothing on the device."""
+    def come_back(self, clears: str, prompts: list[list[int]], new: int, failures: int, lost: int) -> None:
+        """Everybody finishes, after a crowd; who comes next finds nothing on the device, and the store less than said."""
         for tokens in prompts:
             self.submit_one([0] * 8 + tokens, new, declared=False, salt="", priority=0)
         for number in range(100):
@@ -255,6 +256,8 @@ class TieredMachine(SchedulerMachine):
             self.submit_one([0] * 8 + tokens, 6, declared=False, salt="", priority=0)
         if self.storage:
             self.ask_the_store(believed=0, forgets=False)
+            for key in sorted(self.tiers.store)[:lost]:
+                del self.tiers.store[key]
 
     @rule()
     def clear_device(self) -> None:
