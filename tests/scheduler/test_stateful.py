@@ -77,9 +77,9 @@ def test_a_block_of_a_hit_that_publishing_replaces_is_replaced_in_the_plans_too(
     second = [[*zeros[:9], 1, 0, 1, 0, 0, 1], [*zeros[:6], 1, 1, 1], zeros[:11], zeros[:6]]
     machine.submit(second, new=13, declared=False, salt="", priority=-1)
     third = [[*zeros[:13], 1, 1, 1], [*zeros[:8], 1, *zeros[:4]], [0, 0, 0, 1, 1, 0, 1, 0, 1]]
-    machine.come_back("both", third, new=12, failures=0)
+    machine.come_back("both", third, new=12, failures=0, lost=0)
     machine.clear_device()
-    machine.come_back("both", [[0, 0, 0, 1, 1], [*zeros[:12], 1, 0, 1], [*zeros, 1, 1]], new=15, failures=0)
+    machine.come_back("both", [[0, 0, 0, 1, 1], [*zeros[:12], 1, 0, 1], [*zeros, 1, 1]], new=15, failures=0, lost=0)
     machine.submit([[*zeros[:5], 1, 0, 1]], new=12, declared=False, salt="", priority=1)
-    machine.come_back("device", [zeros[:4], zeros[:11], [*zeros[:8], 1, 1, 0, 1, 0, 0]], new=18, failures=0)
+    machine.come_back("device", [zeros[:4], zeros[:11], [*zeros[:8], 1, 1, 0, 1, 0, 0]], new=18, failures=0, lost=0)
     machine.teardown()
