@@ -241,7 +241,7 @@ class TieredMachine(SchedulerMachine):
         lost=st.integers(0, 2),
     )
     def come_back(self, clears: str, prompts: list[list[int]], new: int, failures: int, lost: int) -> None:
-        """Everybody finishes, after a crowd; who comes next finds nothing on the device, and the store less than said."""
+        """Everybody finishes, after a crowd; who comes next finds no device cache, and less in the store."""
         for tokens in prompts:
             self.submit_one([0] * 8 + tokens, new, declared=False, salt="", priority=0)
         for number in range(100):
