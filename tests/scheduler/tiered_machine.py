@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tokenspeed_jax.scheduler import Cache, ForwardEvent
 
 from .scenario import Group, Step, named
-from .scheduler_machine import GROUP_SETS, MET, PROMPTS, P, SchedulerMachine
+from .scheduler_machine import GROUP_SETS, MET, PROMPTS, WHICH, P, SchedulerMachine, chosen
 from .simulated_tiers import Key, MissedPrefetch, Operation, Tiers, load_backs, write_back_done, write_backs
 from .twins import advance
 
@@ -128,14 +128,14 @@ class TieredMachine(SchedulerMachine):
         self.done.append(op_id)
 
     @precondition(lambda self: self.under_way)
-    @rule(data=st.data())
-    def complete_one(self, data: st.DataObject) -> None:
-        self.complete(data.draw(st.sampled_from(self.under_way)))
+    @rule(which=WHICH)
+    def complete_one(self, which: int) -> None:
+        self.complete(chosen(which, self.under_way))
 
     @precondition(lambda self: self.done)
-    @rule(data=st.data(), success=st.booleans(), unknown=st.integers(0, 1))
-    def complete_again(self, data: st.DataObject, success: bool, unknown: int) -> None:
-        op_id = data.draw(st.sampled_from(self.done)) + unknown * 1_000_000
+    @rule(which=WHICH, success=st.booleans(), unknown=st.integers(0, 1))
+    def complete_again(self, which: int, success: bool, unknown: int) -> None:
+        op_id = chosen(which, self.done) + unknown * 1_000_000
         before = self.state()
         advance(write_back_done(op_id), Cache.LoadBackDoneEvent(op_id, success))(self.scheduler)
         assert self.state() == before
@@ -203,9 +203,9 @@ class TieredMachine(SchedulerMachine):
                 method([key[0] for key in keys], [key[1] for key in keys], [key[2] for key in keys])
 
     @precondition(lambda self: self.tiers.store)
-    @rule(data=st.data())
-    def lose_an_object(self, data: st.DataObject) -> None:
-        del self.tiers.store[data.draw(st.sampled_from(sorted(self.tiers.store)))]
+    @rule(which=WHICH)
+    def lose_an_object(self, which: int) -> None:
+        del self.tiers.store[chosen(which, self.tiers.store)]
 
     # Between rounds -------------------------------------------------------------------------------------------------
 
