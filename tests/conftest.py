@@ -21,9 +21,17 @@ settings.register_profile("long", max_examples=3000, stateful_step_count=300, de
 GOLDEN = Path(__file__).parent / "golden"
 
 
+# Tests that compile much and run it once or twice. Optimised programs are what every other folder runs.
+COMPILED_QUICKLY = ("models", "pallas_kernels")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _fresh_compilations() -> Iterator[None]:
-    """Drops a module's compiled programs with it: each holds memory maps, of which a process may have 65,530."""
+def _compilations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Says how a module's programs are compiled.
+
+    Drops them with the module: each holds memory maps, of which a process may have 65,530.
+    """
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in COMPILED_QUICKLY)
     yield
     gc.collect()
     jax.clear_caches()

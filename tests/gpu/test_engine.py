@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +47,42 @@ def test_tiny_goldens_hold_in_float32(family: str) -> None:
         assert engine._assembly.programs.model.arena.null_parent_is_zero()
 
 
-def bf16_engine(*, warmup: bool) -> Engine:
-    """Four layers of a shape that the Mosaic kernels serve, with random weights."""
-    family = MODEL_FAMILIES["Qwen3ForCausalLM"]
-    config = family.config.from_hf(
-        {
-            "vocab_size": 32000,
-            "hidden_size": 1024,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
+# Four layers each, of shapes that the Mosaic kernels serve: what differs from the tiny checkpoint of the family.
+WIDE: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    "qwen3_next": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "kimi_linear": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
             "head_dim": 128,
-            "max_position_embeddings": 4096,
-        }
-    )
+            "num_heads": 8,
+            "short_conv_kernel_size": 4,
+        },
+    },
+}
+EVERYWHERE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+
+
+def bf16_engine(name: str, *, warmup: bool) -> Engine:
+    """An engine of a wide model with random weights."""
+    tiny = json.loads((GOLDEN / name / "config.json").read_text())
+    family = MODEL_FAMILIES[tiny["architectures"][0]]
+    config = family.config.from_hf(tiny | EVERYWHERE | WIDE[name])
     model = family.build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     options = EngineConfig(
         model="random",
@@ -74,8 +96,9 @@ def bf16_engine(*, warmup: bool) -> Engine:
     return Engine.from_model(model, options)
 
 
-def test_steps_alias_the_arena_and_copy_no_plane() -> None:
-    with bf16_engine(warmup=True) as engine:
+@pytest.mark.parametrize("name", WIDE)
+def test_steps_alias_the_arena_and_copy_no_plane(name: str) -> None:
+    with bf16_engine(name, warmup=True) as engine:
         programs = engine._assembly.programs
         arena = programs.model.arena
         plane_bytes = {plane.nbytes for plane in arena.planes.values()}
@@ -88,13 +111,14 @@ def test_steps_alias_the_arena_and_copy_no_plane() -> None:
                 assert math.prod(map(int, shape.split(","))) * width not in plane_bytes, (bucket, dtype, shape)
 
 
-def test_bfloat16_serving_stays_close_to_plain_scoring() -> None:
+@pytest.mark.parametrize("name", WIDE)
+def test_bfloat16_serving_stays_close_to_plain_scoring(name: str) -> None:
     prompts = [
         jax.random.randint(jax.random.key(seed), (length,), 0, 32000).tolist()
         for seed, length in enumerate((40, 65, 103))
     ]
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
-    with bf16_engine(warmup=False) as engine:
+    with bf16_engine(name, warmup=False) as engine:
         for output in [*engine.generate(prompts, params), *engine.generate(prompts, params)]:
             sample = output.samples[0]
             scores = engine.score([*output.prompt_token_ids, *sample.token_ids])[-24:]

@@ -1,5 +1,6 @@
 """Recurrences on a Hopper GPU against their references, at the shapes that models have."""
 
+import dataclasses
 import functools
 
 import jax
@@ -111,6 +112,27 @@ def test_states_stay_in_their_plane(op):
     memory = jax.jit(thrice, donate_argnums=1).lower(*problem).compile().memory_analysis()
     assert memory.alias_size_in_bytes == plane_bytes
     assert memory.temp_size_in_bytes < plane_bytes // 8
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_a_step_reaches_the_last_blocks_of_a_plane_beyond_four_gib(op):
+    """Reads and writes lie at both ends of five GiB, where 32-bit byte offsets have wrapped around."""
+    rows = 16
+    inputs, small, sources, targets = step_problem(op, rows)
+    block_bytes, used = small.stride_bytes, small.num_rows - 1
+    blocks = -(-5 * 2**30 // block_bytes)
+    # Even ids stay low, odd ones go to the end of the plane.
+    far = jnp.arange(used + 1)
+    far = jnp.where(far % 2 == 1, blocks - used - 1 + far, far)
+    plane = jnp.zeros((blocks, block_bytes), jnp.uint8)
+    large = dataclasses.replace(small, plane=plane)
+    fill = jax.jit(lambda view, ids, values: view.write(ids, values), donate_argnums=0)
+    large = fill(large, far[1:], small.array()[1:])
+    run = jax.jit(functools.partial(STEPS[op][0], implementation="mosaic"), donate_argnums=1)
+    expected, stored = steps(op, "mosaic")(inputs, small, sources, targets)
+    out, large = run(inputs, large, far[sources], far[targets])
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(large.take(far), stored.take(jnp.arange(used + 1)))
 
 
 @pytest.mark.parametrize("extreme", [False, True])
