@@ -4,7 +4,8 @@ A decode step updates states in place in the arena. A step with prefill chunks w
 row's checkpoint and the state after its last token go to blocks of their own (cache-runtime.md 17).
 """
 
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Shaped
 
 from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.models.attention import RecurrenceInputs
@@ -32,7 +33,7 @@ def convolve_cached(
     """
     if rows is None:
         return causal_convolution_step(x, weight, bias, windows, blocks.source, blocks.target)
-    result = causal_convolution(x, weight, bias, windows.take(blocks.source), rows)
+    result = causal_convolution(x, weight, bias, _taken(windows, blocks), rows)
     return result.output, _stored(windows, blocks, result)
 
 
@@ -43,8 +44,17 @@ def recur_cached(
     recurrence = RECURRENCES[type(inputs)]
     if rows is None:
         return recurrence.step(inputs, states, blocks.source, blocks.target)
-    result = recurrence.walk(inputs, states.take(blocks.source), rows)
+    result = recurrence.walk(inputs, _taken(states, blocks), rows)
     return result.output, _stored(states, blocks, result)
+
+
+def _taken(view: BlockView, blocks: StateBlocks) -> Shaped[Array, "rows ..."]:
+    """What the rows start from, read before anything is written.
+
+    Without the barrier XLA repeats the read in each fusion that uses it; one of them may come after the write, and then
+    the whole plane is copied for it.
+    """
+    return lax.optimization_barrier(view.take(blocks.source))
 
 
 def _stored(view: BlockView, blocks: StateBlocks, result: RecurrentResult) -> BlockView:
