@@ -61,12 +61,14 @@ def time_decode(engine: Engine, batch: int, context: int, steps: int = 30) -> fl
     view["kv_lens"][:batch] = context
     view["ints"][0, :batch] = np.arange(1, batch + 1)
     view["ints"][layout_row("samples"), :batch] = 1
-    router = programs.model.router
     pages = iter(np.random.default_rng(0).permutation(np.arange(1, programs.model.arena.plan.num_lcm_blocks + 1)))
-    for group in router.group_ids:
-        span = -(-context // programs.model.arena.plan.prefix_granularity)
-        for row in range(batch):
-            view[f"table.{group}"][row, :span] = [next(pages) for _ in range(span)]
+    span = -(-context // programs.model.arena.plan.prefix_granularity)
+    for group, table in programs.device_state.tables.items():
+        rows = np.zeros(table.shape, np.int32)
+        rows[1 : batch + 1, :span] = [[next(pages) for _ in range(span)] for _ in range(batch)]
+        programs.device_state.tables[group] = jax.device_put(rows)
+    for group, _ in layout.table_changes:
+        view[f"changes.{group}"][0] = np.iinfo(np.int32).max  # nothing changes
     step = programs.compiled(layout)
     arena = programs.model.arena
     device_buffer = jax.device_put(buffer)

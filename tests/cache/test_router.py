@@ -142,15 +142,12 @@ def test_history_groups_are_routed_with_absolute_tables() -> None:
     assert (it.kernel_page_size("full"), it.kernel_page_size("sliding")) == (64, 32)
 
 
-def test_padded_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> None:
+def test_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> None:
     it = router()
-    raw = {
-        "full": np.array([[5, 0, 7], [9, -1, -1]], np.int32),
-        "sliding": np.array([[0, 0, 0, 0, 40], [2, -1, -1, -1, -1]], np.int32),
-        "state": np.array([[1]], np.int32),
+    tables = {
+        "full": np.array([[5, 0, 7, 0], [9, -1, -1, -1], [0] * 4], np.int32),
+        "sliding": np.array([[0, 0, 0, 0, 40, 0, 0, 0], [2, *[-1] * 7], [0] * 8], np.int32),
     }
-    padded = it.host_tables(raw, 3)
-    assert {name: table.shape for name, table in padded.items()} == {"full": (3, 4), "sliding": (3, 8)}
     full = LayerBinding(0, "full", (("k", "layer.0.k"), ("v", "layer.0.v")), -1)
     sliding = LayerBinding(1, "sliding", (("k", "layer.1.k"), ("v", "layer.1.v")), 95)
 
@@ -159,38 +156,38 @@ def test_padded_tables_expand_to_pages_and_slots_inside_a_compiled_step() -> Non
         routed = it.route(tables, *decode_window(kv_lens))
         return routed.page_tables, [routed.write_locations(layer) for layer in (full, sliding)]
 
-    pages, slots = step(padded, jnp.array([300, 10, 0]))
+    pages, slots = step(tables, jnp.array([300, 10, 0]))
     np.testing.assert_array_equal(pages["full"], [[*row, 0] for row in T4_PAGES])
     assert pages["sliding"].shape == (3, 16)
     np.testing.assert_array_equal(slots[0], [7 * 128 + 43, 9 * 128 + 9, 0])
     np.testing.assert_array_equal(slots[1], [40 * 64 + 43, 2 * 64 + 9, 0])
 
 
-def test_an_idle_step_needs_no_tables() -> None:
-    padded = router().host_tables({}, 2)
-    assert all(not table.any() for table in padded.values())
+def spans(*rows: list[int]) -> np.ndarray:
+    return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def table(*rows: list[int], dtype: type = np.int32) -> np.ndarray:
-    return np.array(rows, dtype)
+def test_spans_become_entries_in_their_order() -> None:
+    entries = router().changed_entries("full", spans([2, 1, 2], [1, 0, 1], [2, 1, 1]), np.array([7, 8, 9, 3], np.int32))
+    assert entries.dtype == np.int32
+    assert entries.T.tolist() == [[2, 1, 7], [2, 2, 8], [1, 0, 9], [2, 1, 3]]
+    assert router().changed_entries("full", spans(), np.zeros(0, np.int32)).shape == (3, 0)
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    ("span", "ids", "message"),
     [
-        ({"full": table([1])}, "no block table for cache groups sliding"),
-        ({"full": table([1]), "sliding": table([1], [2])}, "differ in rows"),
-        ({"full": table([21]), "sliding": table([1])}, r"ids in \[21, 21\], allowed are -1 to 20"),
-        ({"full": table([-2]), "sliding": table([1])}, "allowed are -1"),
-        ({"full": table([1, 1, 1, 1, 1]), "sliding": table([1])}, r"shape \(1, 5\), the step takes at most \(2, 4\)"),
-        ({"full": table([1], [1], [1]), "sliding": table([1], [1], [1])}, "at most"),
-        ({"full": table([1], dtype=np.int64), "sliding": table([1])}, "must be int32"),
-        ({"full": np.zeros(1, np.int32), "sliding": table([1])}, "2 axes"),
+        ([1, 0, 1], np.array([21], np.int32), r"'full' hold ids in \[21, 21\], allowed are -1 to 20"),
+        ([1, 0, 1], np.array([-2], np.int32), "allowed are -1"),
+        ([1, 3, 2], np.array([1, 1], np.int32), "'full' reach column 4, the step takes 4 columns"),
+        ([1, 0, 1], np.array([1], np.int64), "must be int32"),
     ],
 )
-def test_tables_the_device_could_not_refuse_are_refused_on_the_host(tables: dict, message: str) -> None:
+def test_changes_the_device_could_not_refuse_are_refused_on_the_host(
+    span: list[int], ids: np.ndarray, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        router().host_tables(tables, 2)
+        router().changed_entries("full", spans(span), ids)
 
 
 def test_a_missing_group_is_refused_while_tracing() -> None:

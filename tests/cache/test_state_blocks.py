@@ -28,7 +28,7 @@ def blocks_of(
     spec = dataclasses.replace(STATE, checkpoint_granularity=granularity)
     if table is None:
         table = numbered(len(before), int(max(after)) // granularity + 1)
-    return look_up(spec, table, first, last, checkpoint_tokens(first, last, P))
+    return look_up(spec, table, np.arange(len(before)), first, last, checkpoint_tokens(first, last, P))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,10 @@ def test_t14_checkpoints_are_the_last_boundary_strictly_inside() -> None:
 def test_t14_bodies_end_at_the_checkpoint() -> None:
     router = router_of(5000)
     before, after = np.array([128, 0, 300, 255]), np.array([258, 50, 384, 257])
-    table = numbered(4, 4)
-    blocks, bodies = router.host_state_blocks({"state": table}, before, after, num_extends=3, padded_rows=6)
+    slots = np.array([2, 4, 1, 3])
+    tables = np.full((5, 4), -1, np.int32)
+    tables[slots] = numbered(4, 4)
+    blocks, bodies = router.host_state_blocks({"state": tables}, slots, before, after, num_extends=3, padded_rows=6)
     # The last row is a decode row: whatever it crosses, it leaves no checkpoint.
     np.testing.assert_array_equal(bodies, [128, 50, 84, 2, 0, 0])
     np.testing.assert_array_equal(blocks["state"][0], [1000, 0, 3002, 4001, 0, 0])
@@ -83,11 +85,20 @@ def test_t14_bodies_end_at_the_checkpoint() -> None:
 def test_a_step_without_live_rows_names_no_block() -> None:
     router = router_of(8)
     none = np.zeros(0, np.int32)
-    blocks, bodies = router.host_state_blocks({}, none, none, num_extends=0, padded_rows=3)
+    blocks, bodies = router.host_state_blocks({}, none, none, none, num_extends=0, padded_rows=3)
     assert not blocks["state"].any()
     assert not bodies.any()
-    with pytest.raises(ValueError, match="no block table for cache group state"):
-        router.host_state_blocks({}, np.array([0]), np.array([1]), num_extends=1, padded_rows=3)
+    with pytest.raises(ValueError, match="no block tables for cache group state"):
+        router.host_state_blocks({}, np.array([1]), np.array([0]), np.array([1]), num_extends=1, padded_rows=3)
+    with pytest.raises(ValueError, match=r"hold ids in \[0, 9\], allowed are -1 to 8"):
+        router.host_state_blocks(
+            {"state": np.full((2, 1), 9, np.int32)},
+            np.array([1]),
+            np.array([0]),
+            np.array([1]),
+            num_extends=1,
+            padded_rows=1,
+        )
 
 
 @pytest.mark.parametrize("hole", [0, -1])

@@ -9,6 +9,7 @@ import pytest
 from tokenspeed_jax import RequestDelta, SamplingParams
 
 from .conftest import EngineFactory
+from .table_watch import watch_tables
 
 NUM_REQUESTS = 300
 
@@ -60,6 +61,7 @@ def test_random_workload(tiny_engine: EngineFactory, compilations: CompilationCo
         warmup=True,
     )
     arena = engine._assembly.programs.model.arena
+    watch_tables(engine)
     rng = np.random.default_rng(0)
     shared = [rng.integers(3, 500, 100).tolist() for _ in range(4)]
     done = threading.Semaphore(0)

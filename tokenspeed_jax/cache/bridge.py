@@ -72,6 +72,7 @@ def scheduler_config(
     config.num_host_pages = 0
     config.disable_l2_cache = True
     config.enable_mixed_prefill_decode = enable_mixed_prefill_decode
+    config.dense_block_tables = False  # steps keep a copy of the resident tables
     return config
 
 

@@ -1,8 +1,8 @@
 """`CacheGroupRouter`: the one place where block ids become kernel pages and token positions become slots.
 
-On the host it checks and pads the scheduler's tables to the widths that the compiled step knows. Inside the step it
-expands them and gives a layer the slots of the step's tokens; models and the step loop compute neither. Of state
-groups it looks up, on the host, the three blocks that a row's state comes from and goes to.
+On the host it checks what the scheduler changed in its tables. Inside the step it expands them and gives a layer the
+slots of the step's tokens; models and the step loop compute neither. Of state groups it looks up, on the host, the
+three blocks that a row's state comes from and goes to.
 """
 
 from collections.abc import Mapping
@@ -80,39 +80,36 @@ class CacheGroupRouter:
         """Columns of the group's block table, for the engine's life. Column i covers tokens [i*g, (i+1)*g) always."""
         return self._columns[group_id]
 
-    def host_tables(
-        self, tables: Mapping[str, np.ndarray], padded_rows: int
-    ) -> dict[str, Int32[np.ndarray, "rows columns"]]:
-        """The scheduler's tables as the compiled step takes them: `padded_rows` x `table_columns`, 0 where nothing is.
+    def block_granularity(self, group_id: str) -> int:
+        """Tokens of one block of the group."""
+        return self._pages_per_block[group_id] * self._page_size[group_id]
+
+    def changed_entries(
+        self, group_id: str, spans: Int32[np.ndarray, "spans 3"], ids: Int32[np.ndarray, " entries"]
+    ) -> Int32[np.ndarray, "3 entries"]:
+        """Slot, column and block of each entry of a group's tables that a plan changed, in the plan's order.
 
         Args:
-            tables: `Forward.Batch.block_tables_arrays()`; all rows are live. Other groups are ignored.
+            spans, ids: as `ExecutionPlan.table_changes` gives them.
 
         Raises:
-            ValueError: a routed group is missing, tables differ in rows, or a table is not int32[rows, columns]
-                within the padded shape, or holds an id that the group does not have. Device code cannot raise, so
-                nothing of that kind may pass here.
+            ValueError: a column or a block id that the group does not have. Device code cannot raise, so nothing of
+                that kind may pass here.
         """
-        missing = [group_id for group_id in self.group_ids if group_id not in tables]
-        # An idle step has no rows and needs no tables.
-        if missing and any(len(table) for table in tables.values()):
-            raise ValueError(f"the batch has no block table for cache groups {', '.join(missing)}")
-        row_counts = {group_id: len(tables[group_id]) for group_id in self.group_ids if group_id in tables}
-        if len(set(row_counts.values())) > 1:
-            raise ValueError(f"block tables differ in rows: {row_counts}")
-        padded = {}
-        for group_id in self.group_ids:
-            out = np.zeros((padded_rows, self._columns[group_id]), np.int32)
-            if group_id in tables:
-                self._check_table(group_id, tables[group_id], out.shape)
-                rows, columns = tables[group_id].shape
-                np.maximum(tables[group_id], 0, out=out[:rows, :columns])
-            padded[group_id] = out
-        return padded
+        self._check_ids(group_id, ids)
+        slots, firsts, counts = spans.T
+        columns = np.arange(len(ids)) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+        if columns.size and int(columns.max()) >= self._columns[group_id]:
+            raise ValueError(
+                f"block tables of cache group {group_id!r} reach column {columns.max()}, the step takes "
+                f"{self._columns[group_id]} columns"
+            )
+        return np.stack([np.repeat(slots, counts), columns, ids]).astype(np.int32)
 
     def host_state_blocks(
         self,
         tables: Mapping[str, np.ndarray],
+        slots: Int[np.ndarray, " rows"],
         before: Int[np.ndarray, " rows"],
         after: Int[np.ndarray, " rows"],
         num_extends: int,
@@ -121,7 +118,8 @@ class CacheGroupRouter:
         """Blocks of every state group, and how many tokens of each row come before its checkpoint.
 
         Args:
-            tables: as for `host_tables`.
+            tables: `Scheduler.block_table_views()`, a row per request slot. Other groups are ignored.
+            slots: request slot of each live row.
             before, after: tokens of each live row before and after the step.
             num_extends: rows that may have a checkpoint, the first ones; decode rows have none.
             padded_rows: rows of the result; those beyond the live ones name no block and have length 0.
@@ -143,25 +141,21 @@ class CacheGroupRouter:
             if not len(after):
                 continue
             if spec.group_id not in tables:
-                raise ValueError(f"the batch has no block table for cache group {spec.group_id}")
-            table = tables[spec.group_id]
-            self._check_ids(spec.group_id, table)
-            blocks[spec.group_id][:, : len(after)] = look_up(spec, table, before, after, checkpoint)
+                raise ValueError(f"the scheduler has no block tables for cache group {spec.group_id}")
+            found = look_up(spec, tables[spec.group_id], slots, before, after, checkpoint)
+            self._check_ids(spec.group_id, found)
+            blocks[spec.group_id][:, : len(after)] = found
         return blocks, bodies
 
-    def _check_table(self, group_id: str, table: np.ndarray, limit: tuple[int, int]) -> None:
-        self._check_ids(group_id, table)
-        if table.shape[0] > limit[0] or table.shape[1] > limit[1]:
-            where = f"block table of cache group {group_id!r}"
-            raise ValueError(f"{where} has shape {table.shape}, the step takes at most {limit}")
-
-    def _check_ids(self, group_id: str, table: np.ndarray) -> None:
-        where = f"block table of cache group {group_id!r}"
-        if table.ndim != 2 or table.dtype != np.int32:
-            raise ValueError(f"{where} must be int32 with 2 axes, got {table.dtype} with {table.ndim}")
+    def _check_ids(self, group_id: str, ids: np.ndarray) -> None:
         count = self._block_ids[group_id]
-        if table.size and (int(table.min()) < -1 or int(table.max()) >= count):
-            raise ValueError(f"{where} holds ids in [{table.min()}, {table.max()}], allowed are -1 to {count - 1}")
+        if ids.dtype != np.int32:
+            raise ValueError(f"block tables of cache group {group_id!r} must be int32, got {ids.dtype}")
+        if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= count):
+            raise ValueError(
+                f"block tables of cache group {group_id!r} hold ids in [{ids.min()}, {ids.max()}], allowed are -1 to "
+                f"{count - 1}"
+            )
 
     def route(
         self,
@@ -174,7 +168,7 @@ class CacheGroupRouter:
         """Kernel page tables and write slots of every history group, all by one launch; inside the step.
 
         Args:
-            tables: as `host_tables` gives them (0 and -1 are both taken as holes).
+            tables: block table of each row, 0 and -1 for holes and behind a row's end.
             rows, positions: table row of each of the step's tokens and its position in its sequence, as
                 `write_locations.decode_window` and `.extend_span` give them; padding tokens have row -1, or a row
                 whose table is empty.

@@ -39,7 +39,8 @@ def checkpoint_tokens(
 
 def look_up(
     spec: CacheGroupSpec,
-    table: Int32[np.ndarray, "rows columns"],
+    table: Int32[np.ndarray, "slots columns"],
+    slots: Int[np.ndarray, " rows"],
     before: Int[np.ndarray, " rows"],
     after: Int[np.ndarray, " rows"],
     checkpoint: Int[np.ndarray, " rows"],
@@ -47,6 +48,8 @@ def look_up(
     """Source, checkpoint and target block of each row.
 
     Args:
+        table: the group's block table of each request slot.
+        slots: request slot of each row.
         before, after: tokens of each row before and after the step.
         checkpoint: tokens at each row's checkpoint, 0 for none.
 
@@ -57,11 +60,10 @@ def look_up(
     span = spec.block_granularity
     if after.size and (int(after.min()) < 1 or int((after.max() - 1) // span) >= table.shape[1]):
         raise ValueError(f"rows of {after} tokens do not fit the {table.shape[1]} blocks of {spec.group_id!r}")
-    row = np.arange(len(after))
     source_slot, target_slot = np.maximum((before - 1) // span, 0), (after - 1) // span
-    source = np.where(before > 0, table[row, source_slot], 0)
-    target = table[row, target_slot]
-    stored = np.where(checkpoint > 0, table[row, np.maximum(checkpoint - 1, 0) // span], 0)
+    source = np.where(before > 0, table[slots, source_slot], 0)
+    target = table[slots, target_slot]
+    stored = np.where(checkpoint > 0, table[slots, np.maximum(checkpoint - 1, 0) // span], 0)
     where = f"cache group {spec.group_id!r}"
     if (source[before > 0] <= 0).any() or (target <= 0).any():
         raise ValueError(f"{where}: a row has no block for its state before or after {after} tokens")

@@ -77,9 +77,8 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
 
     step_model = _step_model(config, source, graph, setup, limits)
     arena = step_model.arena
-    programs = StepPrograms(
-        step_model, weights, init_device_state(limits.max_num_seqs, limits.vocab_size), limits.max_model_len
-    )
+    state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
+    programs = StepPrograms(step_model, weights, state, limits.max_model_len)
     buckets = _buckets(limits, device)
     builder = BatchBuilder(buckets, step_model.router)
     if config.warmup:
@@ -112,7 +111,8 @@ class _CachePlanner:
         self._source = source
         self._limits = limits
         self._device = device
-        self._state_bytes = sampling_state_bytes(limits.max_num_seqs, limits.vocab_size)
+        self._smallest = dataclasses.replace(limits, max_model_len=limits.prefix_granularity)
+        self._state_bytes = sampling_state_bytes(limits.max_num_seqs, limits.vocab_size) + self._table_bytes()
 
     def check_cheap_limits(self) -> None:
         """Refuses, before weights are loaded, what cannot fit even without a step's temporaries."""
@@ -154,13 +154,21 @@ class _CachePlanner:
             family=self._source.config.cache_family,
         )
 
+    def _table_bytes(self) -> int:
+        """Of the device's copy of the block tables."""
+        tokens = self._limits.max_model_len + _scheduler_limits(self._config, self._limits).overlap_tokens
+        specs = self._plan_for(self._smallest, 1 << 40).specs
+        columns = sum(-(-tokens // spec.block_granularity) for spec in specs if spec.family == "history")
+        return 4 * columns * (self._limits.max_num_seqs + 1)
+
     def _measure_workspace(self, graph: Any, weights: Any) -> int:
         """Temporaries of the costliest step, from its compiled program over the smallest arena that plans."""
-        smallest = dataclasses.replace(self._limits, max_model_len=self._limits.prefix_granularity)
-        budget = 64 * self._plan_for(smallest, 1 << 40).plan.lcm_block_bytes
-        setup = self._plan_for(smallest, budget)
+        budget = 64 * self._plan_for(self._smallest, 1 << 40).plan.lcm_block_bytes
+        setup = self._plan_for(self._smallest, budget)
         model = _step_model(self._config, self._source, graph, setup, self._limits)
-        state = jax.eval_shape(lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size))
+        state = jax.eval_shape(
+            lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size, model.router)
+        )
         programs = StepPrograms(model, weights, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)

@@ -1,7 +1,7 @@
 """From a scheduler's plan to one step's arrays: a single int32 buffer, uploaded once and sliced inside the step.
 
 The host side (`BatchBuilder`) and the device side (`BatchLayout.unpack`) share the layout, so a field is described
-once. Padding rows have length 0, slot 0 and null tables; padding tokens are token 0 and belong to no row.
+once. Padding rows have length 0 and slot 0, whose tables are empty; padding tokens are token 0 and belong to no row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.cache.resident_tables import TableChanges
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.engine.buckets import Bucket, BucketTable, SamplingMode
@@ -40,7 +41,7 @@ class StepBatch:
         tokens: input ids; `FROM_DEVICE` takes the last token sampled for the row's slot.
         query_starts: row r's tokens are [query_starts[r], query_starts[r + 1]).
         kv_lens: tokens of each row's sequence after this step; 0 for a padding row.
-        tables: block table of each history group, 0 for holes and padding.
+        changes: (slot, column, block) of the entries in which the block tables of each history group changed.
         states: blocks of each row's state, per state group.
         body_lengths: tokens of each row before its checkpoint; all of them where it has none.
         sampling: sampling parameters of each row.
@@ -49,7 +50,7 @@ class StepBatch:
     tokens: Int[Array, " tokens"]
     query_starts: Int[Array, " rows_plus_1"]
     kv_lens: Int[Array, " rows"]
-    tables: dict[str, Int[Array, "rows columns"]]
+    changes: dict[str, Int[Array, "3 entries"]]
     states: dict[str, StateBlocks]
     body_lengths: Int[Array, " rows"]
     sampling: RowSampling
@@ -60,12 +61,12 @@ class BatchLayout:
     """Where each field of a bucket's batch lies in its buffer.
 
     Attributes:
-        table_columns: (group id, columns of its block table) of the history groups, in contract order.
+        table_changes: (group id, changed entries that fit) of the history groups, in contract order.
         state_groups: ids of the state groups, in contract order.
     """
 
     bucket: Bucket
-    table_columns: tuple[tuple[str, int], ...]
+    table_changes: tuple[tuple[str, int], ...]
     state_groups: tuple[str, ...]
 
     @cached_property
@@ -79,7 +80,7 @@ class BatchLayout:
             "ints": (len(_INT_COLUMNS), rows),
             "floats": (len(_FLOAT_COLUMNS), rows),
         }
-        shapes |= {f"table.{group}": (rows, columns) for group, columns in self.table_columns}
+        shapes |= {f"changes.{group}": (3, entries) for group, entries in self.table_changes}
         shapes |= {f"states.{group}": (3, rows) for group in self.state_groups}
         slices, begin = {}, 0
         for name, shape in shapes.items():
@@ -110,7 +111,7 @@ class BatchLayout:
             tokens=field["tokens"],
             query_starts=field["query_starts"],
             kv_lens=field["kv_lens"],
-            tables={group: field[f"table.{group}"] for group, _ in self.table_columns},
+            changes={group: field[f"changes.{group}"] for group, _ in self.table_changes},
             states={group: StateBlocks(*field[f"states.{group}"]) for group in self.state_groups},
             body_lengths=field["body_lengths"],
             sampling=RowSampling(seed=lax.bitcast_convert_type(seed, jnp.uint32), **columns),
@@ -128,11 +129,16 @@ class ScheduledRow:
 
 @dataclass(frozen=True)
 class BuiltBatch:
-    """A batch ready for dispatch."""
+    """A batch ready for dispatch.
+
+    Attributes:
+        early_changes: changes of the block tables for which the buffer has no room, to be applied before the step.
+    """
 
     layout: BatchLayout
     buffer: np.ndarray
     rows: tuple[ScheduledRow, ...]
+    early_changes: tuple[np.ndarray, ...]
 
 
 class BatchBuilder:
@@ -141,16 +147,27 @@ class BatchBuilder:
     def __init__(self, buckets: BucketTable, router: CacheGroupRouter) -> None:
         self._buckets = buckets
         self._router = router
-        self._table_columns = tuple((group, router.table_columns(group)) for group in router.group_ids)
+        self._changes = TableChanges(router)
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The buffer layout of one bucket."""
-        return BatchLayout(bucket, self._table_columns, self._router.state_group_ids)
+        room = self._changes.capacity
+        changes = tuple((group, room(group, bucket.rows, bucket.tokens)) for group in self._router.group_ids)
+        return BatchLayout(bucket, changes, self._router.state_group_ids)
 
-    def build(self, batch: scheduling.Forward.Batch, samples: Sequence[SampleState]) -> BuiltBatch:
+    def note_changes(self, plan: scheduling.ExecutionPlan) -> None:
+        """Remembers what every plan changes in the block tables, until the next batch takes it along."""
+        self._changes.note(plan.table_changes())
+
+    def build(
+        self, batch: scheduling.Forward.Batch, samples: Sequence[SampleState], tables: Mapping[str, np.ndarray]
+    ) -> BuiltBatch:
         """Fills a fresh buffer from the plan's batch; `samples[r]` is the sample of row r.
 
         Rows keep the plan's order: prefill chunks first, then decode rows.
+
+        Args:
+            tables: `Scheduler.block_table_views()` of this plan.
         """
         num_rows, num_prefills = len(samples), batch.num_extends()
         lengths = np.asarray(batch.input_lengths_array())
@@ -176,25 +193,17 @@ class BatchBuilder:
         completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
         slots = np.asarray(batch.request_pool_indices_array())
         self._fill_sampling(view, slots, samples, completes)
-        self._fill_blocks(view, batch.block_tables_arrays(), lengths, num_prefills, bucket.rows)
-        rows = tuple(map(ScheduledRow, samples, slots.tolist(), completes.tolist()))
-        return BuiltBatch(layout, buffer, rows)
-
-    def _fill_blocks(
-        self,
-        view: dict[str, np.ndarray],
-        tables: Mapping[str, np.ndarray],
-        lengths: np.ndarray,
-        num_prefills: int,
-        padded_rows: int,
-    ) -> None:
-        for group, table in self._router.host_tables(tables, padded_rows).items():
-            view[f"table.{group}"][:] = table
-        after = view["kv_lens"][: len(lengths)]
-        blocks, bodies = self._router.host_state_blocks(tables, after - lengths, after, num_prefills, padded_rows)
+        own, early = self._changes.take(dict(layout.table_changes))
+        for group, entries in own.items():
+            view[f"changes.{group}"][:] = entries
+        after = view["kv_lens"][:num_rows]
+        blocks, view["body_lengths"][:] = self._router.host_state_blocks(
+            tables, slots, after - lengths, after, num_prefills, bucket.rows
+        )
         for group, ids in blocks.items():
             view[f"states.{group}"][:] = ids
-        view["body_lengths"][:] = bodies
+        rows = tuple(map(ScheduledRow, samples, slots.tolist(), completes.tolist()))
+        return BuiltBatch(layout, buffer, rows, tuple(early))
 
     @staticmethod
     def _fill_sampling(

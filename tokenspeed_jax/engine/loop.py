@@ -163,6 +163,7 @@ class StepLoop:
         batch = plan.forward[0]
         ids = batch.request_ids
         self._prepare_blocks(plan)
+        self._builder.note_changes(plan)
         if ids:
             self._empty_rounds = 0
             self._dispatch(plan.round_number, batch, [self._samples[request_id] for request_id in ids])
@@ -183,7 +184,7 @@ class StepLoop:
 
     def _dispatch(self, round_number: int, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)
-        built = self._builder.build(batch, samples)
+        built = self._builder.build(batch, samples, self._scheduler.block_table_views())
         outputs = self._programs.run(built)
         for row in built.rows:
             row.sample.num_dispatched += row.produces_token

@@ -1,5 +1,6 @@
 """The engine's compiled programs: compiled once per bucket, run on the arena and the device state they own."""
 
+import dataclasses
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -8,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 from tqdm import tqdm
 
+from tokenspeed_jax.cache.resident_tables import EARLY_ENTRIES, Tables, apply_changes
 from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
 from tokenspeed_jax.engine.requests import SampleState
@@ -35,15 +38,17 @@ class StepPrograms:
     max_model_len: int
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _begin: Any = None
+    _update_tables: Any = None
 
     def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> None:
         """Compiles every bucket and runs none. Errors of the compiler propagate."""
         layouts = list(layouts)
         with (
             ThreadPoolExecutor(_PARALLEL_COMPILATIONS) as pool,
-            tqdm(total=len(layouts) + 2, desc="Compiling steps", disable=not progress) as bar,
+            tqdm(total=len(layouts) + 3, desc="Compiling steps", disable=not progress) as bar,
         ):
-            futures = [pool.submit(self._compile_begin), pool.submit(self.model.arena.compile_copies)]
+            others = (self._compile_begin, self._compile_update, self.model.arena.compile_copies)
+            futures = [pool.submit(item) for item in others]
             futures += [pool.submit(self._compile, item) for item in layouts]
             for future in as_completed(futures):
                 future.result()
@@ -58,6 +63,10 @@ class StepPrograms:
     def run(self, built: BuiltBatch) -> jax.Array:
         """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
         arena = self.model.arena
+        for changes in built.early_changes:
+            update = self._update_tables or self._compile_update()
+            tables = update(self.device_state.tables, changes)
+            self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
         arena.planes, self.device_state, outputs = step(self.weights, arena.planes, self.device_state, built.buffer)
         outputs.copy_to_host_async()
@@ -78,12 +87,13 @@ class StepPrograms:
             *bias_arrays(sample.params),
             blocked,
         )
-        self.device_state = DeviceState(self.device_state.last_tokens, sampling)
+        self.device_state = dataclasses.replace(self.device_state, sampling=sampling)
 
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return len(self._steps) + (self._begin is not None) + self.model.arena.copies_are_compiled
+        others = (self._begin, self._update_tables)
+        return len(self._steps) + sum(item is not None for item in others) + self.model.arena.copies_are_compiled
 
     @property
     def workspace_bytes(self) -> int:
@@ -98,6 +108,17 @@ class StepPrograms:
         with jax.default_matmul_precision(self.model.precision):
             lowered = step.lower(self.weights, planes, state, buffer)
         self._steps[layout.bucket] = lowered.compile()
+
+    def _compile_update(self) -> Any:
+        groups = self.model.router.group_ids
+
+        def update(tables: Tables, changes: Int[Array, "groups 3 entries"]) -> Tables:
+            return apply_changes(tables, dict(zip(groups, changes, strict=True)))
+
+        changes = jax.ShapeDtypeStruct((len(groups), 3, EARLY_ENTRIES), jnp.int32)
+        tables = jax.tree.map(_shape_of, self.device_state.tables)
+        self._update_tables = jax.jit(update, donate_argnums=0).lower(tables, changes).compile()
+        return self._update_tables
 
     def _compile_begin(self) -> Any:
         ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)

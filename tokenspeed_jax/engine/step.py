@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.attention.paged import PagedStep
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding
+from tokenspeed_jax.cache.resident_tables import Tables, apply_changes, empty_tables
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.cache.write_locations import decode_window, extend_span
 from tokenspeed_jax.engine.batch import FROM_DEVICE, BatchLayout
@@ -36,17 +37,20 @@ class DeviceState:
     Attributes:
         last_tokens: newest sampled token of each request slot; slot 0 is padding.
         sampling: token counts, bias and stop masks of the slots.
+        tables: block tables of the slots, per history group.
     """
 
     last_tokens: Int[Array, " slots"]
     sampling: SamplingState
+    tables: Tables
 
 
-def init_device_state(max_num_seqs: int, vocab_size: int) -> DeviceState:
+def init_device_state(max_num_seqs: int, vocab_size: int, router: CacheGroupRouter) -> DeviceState:
     """The state before the first request; created on the device."""
     return DeviceState(
         last_tokens=jnp.zeros(max_num_seqs + 1, jnp.int32),
         sampling=init_sampling_state(max_num_seqs, vocab_size),
+        tables=empty_tables(router, max_num_seqs),
     )
 
 
@@ -85,12 +89,13 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
             rows, positions = extend_span(batch.query_starts, batch.kv_lens, bucket.tokens)
         slots = batch.sampling.slot
         tokens = jnp.where(batch.tokens == FROM_DEVICE, device_state.last_tokens[slots[rows]], batch.tokens)
+        tables = apply_changes(device_state.tables, batch.changes)
         attention = PagedStep(
             planes=dict(planes),
             arena=model.arena,
             router=model.router,
             bindings=model.bindings,
-            tables=batch.tables,
+            tables={group: table[slots] for group, table in tables.items()},
             states=batch.states,
             rows=rows,
             positions=positions,
@@ -106,7 +111,7 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
         # Rows that draw nothing write the padding slot.
         target = jnp.where(batch.sampling.samples, slots, 0)
         last_tokens = device_state.last_tokens.at[target].set(result.token)
-        return attention.planes, DeviceState(last_tokens, sampling), _pack_outputs(result)
+        return attention.planes, DeviceState(last_tokens, sampling, tables), _pack_outputs(result)
 
     return step
 
