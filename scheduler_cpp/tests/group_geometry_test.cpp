@@ -241,6 +241,13 @@ TEST(GroupGeometry, T19_expiry_leaves_what_the_next_token_reads) {
   EXPECT_EQ(state.ExpiredBlocks(128), 0);
 }
 
+TEST(GroupGeometry, T20_lookback_is_what_the_token_at_a_boundary_reads_below_it) {
+  EXPECT_EQ(GroupGeometry(Window(128, 64), 128).LookbackBlocks(), 2);
+  EXPECT_EQ(GroupGeometry(Window(1, 64), 128).LookbackBlocks(), 0);
+  EXPECT_EQ(GroupGeometry(Window(65, 64), 128).LookbackBlocks(), 1);
+  EXPECT_EQ(GroupGeometry(State(64), 128).LookbackBlocks(), 1);
+}
+
 TEST(GroupGeometry, impossible_demands_are_broken_invariants) {
   const GroupGeometry geometry(State(4), 4);
   BlockTable table;

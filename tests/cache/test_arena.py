@@ -134,6 +134,29 @@ def test_t21_a_token_row_behind_two_null_states() -> None:
     np.testing.assert_array_equal(changed, 16_384 + 128 + np.arange(1, 128, 2))
 
 
+def test_t21_a_donated_update_of_states_changes_the_live_blocks_alone() -> None:
+    arena = tiny_states(512)
+    expected = {plane_id: np.asarray(plane).copy() for plane_id, plane in arena.planes.items()}
+    word = np.uint8([1, 2, 3, 4])
+    for start in (16_384, 40_960):
+        expected["unit.0.a"].reshape(-1)[start : start + 8192] = np.tile(word, 2048)
+
+    def update(planes: dict[str, jax.Array], blocks: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+        view = arena.block_view(planes, "layer.0.ssm")
+        return planes | {"unit.0.a": view.write(blocks, view.take(blocks) + step).plane}
+
+    # A hole and the null block are neither read nor written.
+    arguments = (arena.planes, jnp.array([1, -1, 4, 0]), jnp.asarray(word.view(np.float32)))
+    compiled = jax.jit(update, donate_argnums=0).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == arena.plan.plane_buffer_bytes == 2 * 513 * 16_384
+    # Some buffers of the four touched blocks, never the plane of 8 MiB.
+    assert memory.temp_size_in_bytes <= 8 * 4 * 8192
+    planes = compiled(*arguments)
+    for plane_id, plane in expected.items():
+        np.testing.assert_array_equal(planes[plane_id], plane)
+
+
 def test_fields_that_are_no_pages_cannot_be_viewed_as_pages() -> None:
     arena = tiny_states(2)
     with pytest.raises(ValueError, match="not viewable as pages"):

@@ -22,7 +22,7 @@ def test_mappings_are_read_only_copies() -> None:
             mapping["full"] = 1  # pyright: ignore[reportIndexIssue]
 
 
-def test_shards_multiply_what_the_scheduler_sees() -> None:
+def test_t8_shards_multiply_what_the_scheduler_sees() -> None:
     sharded = dataclasses.replace(FULL, shard_count=4)
     contract = CacheRuntimeContract(16, 1000, 16, (sharded,), {"full": 12_001}, {"full": 12})
     assert contract.virtual_block_counts == {"full": 48_001}

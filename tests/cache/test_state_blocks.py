@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenspeed_jax.cache.contract import CacheRuntimeContract
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.cache.state_blocks import checkpoint_tokens, look_up
+from tokenspeed_jax.pallas_kernels.chunks import Chunks
+from tokenspeed_jax.pallas_kernels.recurrent_problems import ragged_rows
 from tokenspeed_jax.recipes.spec import CacheGroupSpec
 
 STATE = CacheGroupSpec("state", "state", "full_history", False, checkpoint_granularity=128)
@@ -80,6 +82,39 @@ def test_t14_bodies_end_at_the_checkpoint() -> None:
     np.testing.assert_array_equal(blocks["state"][0], [1000, 0, 3002, 4001, 0, 0])
     np.testing.assert_array_equal(blocks["state"][1], [1001, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(blocks["state"][2], [1002, 2000, 3002, 4002, 0, 0])
+
+
+def cut(before: list[int], new: list[int], size: int) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each row's body and of its tail, as chunked recurrences walk them in a step of `before`, `new`."""
+    first = np.array(before)
+    table = numbered(len(before), 16)
+    _, bodies = router_of(5000).host_state_blocks(
+        {"state": table}, first, first + np.array(new), num_extends=len(before), padded_rows=len(before)
+    )
+    chunks = Chunks.cut(ragged_rows(new, bodies.tolist()), sum(new), size)
+    parts: list[tuple[list[int], list[int]]] = [([], []) for _ in before]
+    in_tail = [False] * len(before)
+    for i in range(int(chunks.count)):
+        row = int(chunks.rows[i])
+        parts[row][in_tail[row]].extend(int(token) for token in chunks.tokens[i] if token < sum(new))
+        in_tail[row] |= bool(chunks.closes_body[i])
+    return parts
+
+
+def test_t14_both_prompts_are_cut_at_768_and_every_token_is_walked_once() -> None:
+    first, second = cut([0, 0], [868, 869], 64)
+    assert first == (list(range(768)), list(range(768, 868)))
+    assert second == (list(range(868, 1636)), list(range(1636, 1737)))
+    # The example of section 17.4: 1536 tokens in the bodies, 100 and 101 in the tails.
+    assert (len(first[0] + second[0]), len(first[1]), len(second[1])) == (1536, 100, 101)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_t14_only_the_row_that_crosses_a_boundary_has_a_tail(size: int) -> None:
+    # The last row ends on its boundary: its final state is the checkpoint, and nothing is left for a tail.
+    parts = cut([128, 0, 300], [130, 50, 84], size)
+    assert [len(body) for body, _ in parts] == [128, 50, 84]
+    assert [tail for _, tail in parts] == [[128, 129], [], []]
 
 
 def test_a_step_without_live_rows_names_no_block() -> None:

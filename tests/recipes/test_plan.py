@@ -9,34 +9,9 @@ from hypothesis import strategies as st
 
 from tokenspeed_jax.recipes.plan import CacheLayout, CacheMemoryPlan, pack
 from tokenspeed_jax.recipes.report import capacity_report
-from tokenspeed_jax.recipes.spec import CacheFieldSpec, CacheGroupSpec, Group, split_recurrent_state_groups
+from tokenspeed_jax.recipes.spec import CacheFieldSpec, Group, split_recurrent_state_groups
 
-
-def history(group_id: str, rows: int, *fields: CacheFieldSpec, window: int | None = None) -> Group:
-    retention = "full_history" if window is None else "sliding_window"
-    spec = CacheGroupSpec(
-        group_id, "history", retention, False, rows_per_page=rows, entry_stride_tokens=1, sliding_window_tokens=window
-    )
-    return spec, fields
-
-
-def state(group_id: str, granularity: int, *fields: CacheFieldSpec) -> Group:
-    return CacheGroupSpec(group_id, "state", "full_history", False, checkpoint_granularity=granularity), fields
-
-
-def exact(field_id: str, plane: str, shape: tuple[int, ...], dtype: str = "uint8") -> CacheFieldSpec:
-    return CacheFieldSpec(field_id, plane, shape, dtype)
-
-
-def flexible(field_id: str, plane: str, shape: tuple[int, ...], dtype: str = "uint8", align: int = 1) -> CacheFieldSpec:
-    return CacheFieldSpec(field_id, plane, shape, dtype, False, align)
-
-
-def paddings(layout: CacheLayout) -> dict[str, float]:
-    return {
-        group_id: layout.lcm_block_bytes / packing / layout.block_bytes(group_id) - 1
-        for group_id, packing in layout.group_packing
-    }
+from .declarations import exact, flexible, history, paddings, state
 
 
 def kv_layers(layer_ids: list[int], shape: tuple[int, int, int], dtype: str = "bfloat16") -> list[CacheFieldSpec]:
@@ -155,6 +130,13 @@ def test_t3_kimi_k3_capacity_report() -> None:
         assert row.binding_utilization == pytest.approx(0.8818, abs=5e-5)
 
 
+def test_t16_kimi_k3_blocks_without_padding() -> None:
+    # What one block is in the host tier, which packs payloads back to back.
+    layout = kimi_k3(8, "uint8")
+    assert layout.block_bytes("full_attention") == 1_769_472
+    assert [layout.block_bytes(f"linear_attention_{i}") for i in range(3)] == [18_723_840] * 3
+
+
 def gated_delta_net(
     layers: int, page: tuple[int, int, int], ssm: tuple[int, int, int], conv: int, *, drafts: int = 0, dtype: str
 ) -> CacheLayout:
@@ -206,7 +188,7 @@ def test_e6_t21_tiny_gated_delta_net() -> None:
     assert [plan.offset("layer.0.ssm", page) for page in (0, 1, 2, 4)] == [8192, 16_384, 24_576, 40_960]
 
 
-def test_e8_deepseek_v41_plane_aligns_to_every_stride() -> None:
+def test_e8_t7_deepseek_v41_plane_aligns_to_every_stride() -> None:
     def fields(group_id: str, layers: int, payload: int) -> list[CacheFieldSpec]:
         return [flexible(f"layer.{layer}.{group_id}", "unit", (payload,), align=256) for layer in range(layers)]
 

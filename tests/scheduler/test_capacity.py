@@ -75,7 +75,7 @@ def three_kinds(role: SchedulerConfig.Role) -> CapacityModel:
         (Role.D, [1056, 64, 96], 184, [65, 4, 6], 12),
     ],
 )
-def test_cm1_cm2_demand_of_three_kinds_of_group(
+def test_t10_cm1_cm2_demand_of_three_kinds_of_group(
     role: SchedulerConfig.Role, pages: list[int], parents: int, single: list[int], single_parents: int
 ) -> None:
     model = three_kinds(role)
@@ -86,7 +86,7 @@ def test_cm1_cm2_demand_of_three_kinds_of_group(
     assert model.lcm_blocks_needed_for(single) == single_parents
 
 
-def test_demand_of_three_state_groups_and_its_inverse() -> None:
+def test_t11_demand_of_three_state_groups_and_its_inverse() -> None:
     groups = [full(128, 12), *(state(128, f"s{index}") for index in range(3))]
     made = config(groups, 128, 8192, decode_input_tokens=5, overlap_schedule_depth=1, max_batch_size=64)
     model = CapacityModel(made)

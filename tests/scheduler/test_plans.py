@@ -371,3 +371,19 @@ def test_blocks_of_one_table_are_spread_over_shards() -> None:
     s = Scenario([Group(packing=4, shards=2)], 8)
     s.submit("r", 9)
     assert s.plan().row("r") == [1, 2, 3, 4, 5]
+
+
+def test_t8_blocks_are_dealt_to_four_owners_in_turn() -> None:
+    # Each of these requests has one block, so each takes the lowest free one of the first owner that has any: owner 0
+    # fills up before owner 1. The place of an id in that order tells its owner, and which of the owner's blocks it is.
+    s = Scenario([Group(packing=12, shards=4)], 1, max_batch_size=12)
+    names = [f"r{i}" for i in range(12)]
+    for name in names:
+        s.submit(name, 1)
+    step = s.plan()
+    assert step.ids == names
+    order = [block for name in names for block in step.row(name)]
+    place = {block: divmod(index, 3) for index, block in enumerate(order)}
+    assert {block: (place[block][0], place[block][1] + 1) for block in (1, 2, 4, 5, 8, 9)} == {
+        1: (0, 1), 2: (1, 1), 4: (3, 1), 5: (0, 2), 8: (3, 2), 9: (0, 3),
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .scenario import FULL, Group, Scenario, Step, real, swa
+from .scenario import FULL, STATE, Group, Scenario, Step, real, swa
 
 PAIR = (FULL, swa(32))
 SEED = list(range(1, 9))
@@ -123,6 +123,21 @@ def test_px10_replay_with_groups_of_different_granularity() -> None:
         row, old = step.row("reuse", group), seed.row("seed", group)
         assert (len(row), row[:shared]) == (length, old[:shared])
         assert not set(row[shared:]) & set(old[:shared])
+
+
+@pytest.mark.parametrize(("group", "lookback"), [(swa(128), 2), (swa(1), 0), (swa(65), 1), (STATE, 1)])
+def test_t20_a_hit_takes_over_the_lookback_and_no_block_before_it(group: Group, lookback: int) -> None:
+    s = Scenario([FULL, group], 63, P=64, budget=1024)
+    prompt = s.fresh(64 * (lookback + 1))
+    seed = s.life("seed", prompt)
+    step, _ = reuse(s, prompt + s.fresh(4))
+    assert step.prefixes == [len(prompt)]
+    assert step.row("reuse", 1)[: lookback + 1] == [0, *seed.row("seed", 1)[1 : lookback + 1]]
+    s.abort("reuse")
+    s.plan()
+    # One page less would need the first block, and nobody has kept it.
+    if lookback:
+        assert reuse(s, prompt[: 64 * lookback] + s.fresh(4), "shorter")[0].prefixes == [0]
 
 
 def turn(s: Scenario, request_id: str, prompt: list[int], outputs: list[int]) -> Step:
