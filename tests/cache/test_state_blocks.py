@@ -89,7 +89,12 @@ def cut(before: list[int], new: list[int], size: int) -> list[tuple[list[int], l
     first = np.array(before)
     table = numbered(len(before), 16)
     _, bodies = router_of(5000).host_state_blocks(
-        {"state": table}, first, first + np.array(new), num_extends=len(before), padded_rows=len(before)
+        {"state": table},
+        np.arange(len(new)),
+        first,
+        first + np.array(new),
+        num_extends=len(before),
+        padded_rows=len(before),
     )
     chunks = Chunks.cut(ragged_rows(new, bodies.tolist()), sum(new), size)
     parts: list[tuple[list[int], list[int]]] = [([], []) for _ in before]
