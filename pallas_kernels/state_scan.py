@@ -45,16 +45,14 @@ PARTS = 2  # of a row: body and tail
 Ref = Any
 
 
-def state_scan_refusal(
-    v: Float[Array, "tokens heads value_dim"], k: Float[Array, "tokens key_heads key_dim"]
-) -> str | None:
-    """Why the kernel cannot serve these inputs on any GPU; None when it can."""
-    if v.dtype != jnp.bfloat16:
-        return f"values of {v.dtype} are not bfloat16, the range and precision that its products have"
-    if k.shape[2] not in KEY_DIMS:
-        return f"key dim {k.shape[2]} is none of {KEY_DIMS}"
-    if v.shape[2] % TILE:
-        return f"value dim {v.shape[2]} is no multiple of {TILE}"
+def state_scan_refusal(*, key_dim: int, value_dim: int, dtype: jnp.dtype | str) -> str | None:
+    """Why the kernel cannot serve inputs of this shape on any GPU; None when it can."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"values of {jnp.dtype(dtype)} are not bfloat16, the range and precision that its products have"
+    if key_dim not in KEY_DIMS:
+        return f"key dim {key_dim} is none of {KEY_DIMS}"
+    if value_dim % TILE:
+        return f"value dim {value_dim} is no multiple of {TILE}"
     return None
 
 

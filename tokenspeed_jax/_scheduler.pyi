@@ -464,7 +464,7 @@ class Scheduler:
     def empty_lcm_blocks(self) -> int: ...
     def active_lcm_blocks(self) -> int: ...
     def available_lcm_blocks(self) -> int:
-        """Empty and evictable parents; scans all of them."""
+        """Empty and evictable parents. O(1), as are the other two counts."""
     def host_cached_blocks(self) -> int:
         """Host blocks that a prompt can hit."""
     def host_pinned_blocks(self) -> int:

@@ -71,7 +71,9 @@ def gated_delta_rule(
     """
     check_delta_rule(inputs, initial_states.shape[1:])
     check_implementation(implementation)
-    implementation = choose_implementation(implementation, hopper_refusal() or state_scan_refusal(inputs.v, inputs.k))
+    shape = {"key_dim": inputs.k.shape[2], "value_dim": inputs.v.shape[2]}
+    refusal = hopper_refusal() or state_scan_refusal(**shape, dtype=inputs.v.dtype)
+    implementation = choose_implementation(implementation, refusal)
     functions = {
         "reference": gated_delta_rule_reference,
         "xla": gated_delta_rule_xla,

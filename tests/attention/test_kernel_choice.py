@@ -8,18 +8,18 @@ from tokenspeed_jax.attention.kernel_page_sizes import kernel_page_size
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, RecurrentSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention
+from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention, recurrences
 
 HEADS = AttentionSpec(0, num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
 LATENT = LatentAttentionSpec(1, num_heads=128, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, scale=1.0)
-STATE = RecurrentSpec(2, (64, 4), (4, 16, 16))
+STATE = RecurrentSpec(2, (64, 4), (4, 128, 128))
 BINDINGS = tuple(LayerBinding(i, group, (), -1) for i, group in enumerate(("heads", "latents", "states")))
 PAGES = {"heads": 64, "latents": 64}
 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decode_attention, prefill_attention, latent_attention):
+    for module in (decode_attention, prefill_attention, latent_attention, recurrences):
         monkeypatch.setattr(module, "hopper_refusal", lambda: None)
 
 
@@ -43,11 +43,31 @@ def test_a_latent_layer_that_the_decode_kernel_cannot_serve_says_why() -> None:
     assert "float32" in mosaic_refusals((LATENT,), BINDINGS[1:2], PAGES, "float32")["latent decode"]
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("state_shape", "dtype", "reason"),
+    [
+        ((4, 128, 16), "bfloat16", "key dim 16 is none of"),
+        ((4, 96, 128), "bfloat16", "value dim 96 is no multiple of 64"),
+        ((4, 128, 128), "float32", "values of float32"),
+        ((1024, 16), "bfloat16", "selective scan: there is no kernel"),
+    ],
+)
+def test_a_recurrence_that_the_kernels_cannot_serve_says_why(
+    state_shape: tuple[int, ...], dtype: str, reason: str
+) -> None:
+    layers = (RecurrentSpec(0, (64, 4), None), RecurrentSpec(1, None, state_shape))
+    refusals = mosaic_refusals(layers, (BINDINGS[2],) * 2, {}, dtype)
+    assert list(refusals) == ["recurrence"]
+    assert refusals["recurrence"].startswith("layer 1: ")
+    assert reason in refusals["recurrence"]
+
+
 def test_elsewhere_every_reason_names_the_device() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("the default device may serve them")
-    refusals = mosaic_refusals((HEADS, LATENT), BINDINGS[:2], PAGES, "bfloat16")
-    assert set(refusals) == {"decode", "prefill", "latent decode", "latent prefill"}
+    refusals = mosaic_refusals((HEADS, LATENT, STATE), BINDINGS, PAGES, "bfloat16")
+    assert set(refusals) == {"decode", "prefill", "latent decode", "latent prefill", "recurrence"}
     assert "cpu" in refusals["latent decode"]
 
 

@@ -1,10 +1,10 @@
-"""Which attention kernels an engine will run, and why not the fastest: known at start, before anything compiles."""
+"""Which kernels of attention and recurrence an engine will run, and why not the fastest; known before it compiles."""
 
 from collections.abc import Iterable, Mapping
 
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention
+from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention, recurrences
 
 
 def kernel_families(layers: Iterable[LayerSpec], bindings: Iterable[LayerBinding]) -> dict[str, str]:
@@ -29,24 +29,24 @@ def mosaic_refusals(
     """Why the Mosaic GPU kernels cannot serve some layer, by operation; empty when they serve all.
 
     Args:
-        layers, bindings: the model's attention layers and where their caches are, in order.
+        layers, bindings: the model's layers with caches and where their caches are, in order.
         page_sizes: tokens of one kernel page, per cache group.
         dtype: dtype of activations and cache.
     """
     refusals: dict[str, str] = {}
     for layer, binding in zip(layers, bindings, strict=True):
-        if isinstance(layer, RecurrentSpec):
-            continue
-        for operation, refusal in _layer_refusals(layer, page_sizes[binding.group_id], dtype).items():
+        for operation, refusal in _layer_refusals(layer, page_sizes.get(binding.group_id, 0), dtype).items():
             if refusal is not None:
                 refusals[operation] = f"layer {layer.layer_id}: {refusal}"
     return refusals
 
 
-def _layer_refusals(
-    layer: AttentionSpec | LatentAttentionSpec, tokens_per_page: int, dtype: str
-) -> dict[str, str | None]:
+def _layer_refusals(layer: LayerSpec, tokens_per_page: int, dtype: str) -> dict[str, str | None]:
     match layer:
+        case RecurrentSpec(state_shape=None):
+            return {}
+        case RecurrentSpec():
+            return {"recurrence": recurrences.mosaic_refusal(layer.state_shape, dtype)}
         case AttentionSpec():
             shape = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
             modules = {"decode": decode_attention, "prefill": prefill_attention}

@@ -55,7 +55,7 @@ class PagedStep:
             query_starts: where each row's tokens begin; None when every row has exactly one.
             body_lengths: tokens of each row before its checkpoint, see `RecurrentRows`.
             kv_lens: tokens of each row after this step; 0 for a padding row.
-            implementation: attention kernels to use; None takes the fastest that serves the call.
+            implementation: kernels of attention and recurrence to use; None takes the fastest that serves the call.
         """
         self.planes = planes
         self._arena = arena
@@ -153,7 +153,13 @@ class PagedStep:
         binding = self._bindings[layer.layer_id]
         field_id = binding.field("state")
         states = self._arena.block_view(self.planes, field_id)
-        output, states = recur_cached(inputs, states, self._states[binding.group_id], self._recurrent_rows)
+        output, states = recur_cached(
+            inputs,
+            states,
+            self._states[binding.group_id],
+            self._recurrent_rows,
+            implementation=self._implementation,
+        )
         self.planes[self._arena.plane_of(field_id)] = states.plane
         return output
 

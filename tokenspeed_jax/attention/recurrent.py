@@ -11,6 +11,7 @@ from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.models.attention import RecurrenceInputs
 from tokenspeed_jax.pallas_kernels.blocks import BlockView
 from tokenspeed_jax.pallas_kernels.causal_convolution import causal_convolution, causal_convolution_step
+from tokenspeed_jax.pallas_kernels.implementations import Implementation
 from tokenspeed_jax.pallas_kernels.recurrences import RECURRENCES
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 
@@ -38,13 +39,22 @@ def convolve_cached(
 
 
 def recur_cached(
-    inputs: RecurrenceInputs, states: BlockView, blocks: StateBlocks, rows: RecurrentRows | None
+    inputs: RecurrenceInputs,
+    states: BlockView,
+    blocks: StateBlocks,
+    rows: RecurrentRows | None,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens ..."], BlockView]:
-    """The recurrence from cached states; arguments and results as for `convolve_cached`."""
+    """The recurrence from cached states; arguments and results as for `convolve_cached`.
+
+    Args:
+        implementation: None takes the fastest that serves the call.
+    """
     recurrence = RECURRENCES[type(inputs)]
     if rows is None:
-        return recurrence.step(inputs, states, blocks.source, blocks.target)
-    result = recurrence.walk(inputs, _taken(states, blocks), rows)
+        return recurrence.step(inputs, states, blocks.source, blocks.target, implementation=implementation)
+    result = recurrence.walk(inputs, _taken(states, blocks), rows, implementation=implementation)
     return result.output, _stored(states, blocks, result)
 
 

@@ -120,7 +120,7 @@ class _CachePlanner:
         _, setup = self._setup(arena_budget(self._config, self._device, reserved=reserved))
         for operation, reason in _choose_kernels(self._config, self._source, setup).refusals.items():
             if self._device.platform == "gpu" and self._config.attention_implementation == "auto":
-                _LOG.warning("%s attention runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
+                _LOG.warning("%s runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
 
     def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""

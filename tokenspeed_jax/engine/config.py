@@ -65,7 +65,9 @@ class EngineConfig:
     )
     attention_implementation: Literal["auto", "mosaic", "xla"] = field(
         default="auto",
-        metadata=about("attention kernels: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"),
+        metadata=about(
+            "kernels of attention and recurrences: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"
+        ),
     )
     compilation_cache_dir: str | None = field(
         default=None,
