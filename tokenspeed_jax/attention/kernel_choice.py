@@ -43,10 +43,10 @@ def mosaic_refusals(
 
 def _layer_refusals(layer: LayerSpec, tokens_per_page: int, dtype: str) -> dict[str, str | None]:
     match layer:
-        case RecurrentSpec(state_shape=None):
+        case RecurrentSpec(state_shape=tuple() as state_shape):
+            return {"recurrence": recurrences.mosaic_refusal(state_shape, dtype)}
+        case RecurrentSpec():  # a convolution only
             return {}
-        case RecurrentSpec():
-            return {"recurrence": recurrences.mosaic_refusal(layer.state_shape, dtype)}
         case AttentionSpec():
             shape = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
             modules = {"decode": decode_attention, "prefill": prefill_attention}
