@@ -4,7 +4,7 @@ from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.engine import Engine
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput, Sample
 from tokenspeed_jax.engine.sampling_params import SamplingParams
-from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest
+from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest, ProfilerError
 
 __all__ = [
     "CheckpointError",
@@ -13,6 +13,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "InvalidRequest",
+    "ProfilerError",
     "RequestDelta",
     "RequestOutput",
     "Sample",

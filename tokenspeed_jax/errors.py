@@ -31,5 +31,9 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, incomplete, of an unknown architecture, or whose tensors do not fit."""
 
 
+class ProfilerError(RuntimeError):
+    """A trace that was started while one runs, stopped while none does, or could not be written."""
+
+
 class EngineClosed(RuntimeError):
     """The engine was closed, or its step loop died; the cause is chained."""

@@ -10,6 +10,7 @@ from .server_process import ServerProcess
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
 
+ADMIN_KEY = "admin-key-of-the-tests"
 WARM_FAMILY = "llama"
 """The one server that compiles every step at start; the others compile what their tests need."""
 
@@ -32,13 +33,20 @@ def small_options(compiled_programs: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(small_options: list[str]) -> Iterator[ServerFactory]:
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where the servers of the session write their traces."""
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def tiny_server(small_options: list[str], profiles: Path) -> Iterator[ServerFactory]:
     """`tiny_server(family)`: the server of a tiny golden checkpoint."""
     servers: dict[str, ServerProcess] = {}
 
     def get(family: str) -> ServerProcess:
         if family not in servers:
             options = ["--model", str(TINY / family), "--served-model-name", "tiny", *small_options]
+            options += ["--admin-api-key", ADMIN_KEY, "--profiler-dir", str(profiles)]
             if family != WARM_FAMILY:
                 options.append("--no-warmup")
             servers[family] = ServerProcess(options)

@@ -78,10 +78,11 @@ class ServerProcess:
         with urllib.request.urlopen(self.url + path, timeout=60) as reply:
             return reply.read().decode()
 
-    def post(self, path: str, body: Any) -> tuple[int, Any]:
+    def post(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
         """Status and parsed body of a POST; `body` is JSON-encoded unless it is bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return reply.status, json.loads(reply.read())

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
-from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
+from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
 from tokenspeed_jax.text.tokenizer import Tokenizer, TokenizerFiles
 
@@ -53,6 +56,33 @@ class FakeStats:
     arena_bytes: int = 4096
     step_seconds_total: float = 1.5
     steps: int = 3
+    live_tokens: int = 77
+    parents_in_use: int = 4
+    num_parents: int = 16
+
+
+GROUP = GroupCapacity(
+    group_id="layers.full",
+    unit="tokens",
+    block_bytes=1024,
+    bytes_per_token=64.0,
+    cache_blocks_per_lcm_block=1,
+    padding_bytes_per_lcm_block=0,
+    capacity=256,
+    supported_requests=None,
+    dead_bytes=0,
+    binding_utilization=1.0,
+)
+REPORT = MemoryReport(
+    weights=1000,
+    arena=4096,
+    device_state=10,
+    workspace=20,
+    free=None,
+    num_parents=16,
+    parent_bytes=256,
+    groups=(GROUP,),
+)
 
 
 @dataclass(eq=False)
@@ -74,8 +104,12 @@ class FakeEngine:
     Attributes:
         allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
         aborted: request ids given to `abort`.
+        cache_is_free: what `flush_cache` returns.
+        profiles: what was asked of the profiler, in order.
     """
 
+    config = EngineConfig(model="/models/fake", max_num_seqs=8)
+    memory_report = REPORT
     model_name = "fake/model"
     max_model_len = 256
     cached_tokens = 3
@@ -88,6 +122,8 @@ class FakeEngine:
         self.is_healthy = True
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.aborted: list[str] = []
+        self.cache_is_free = True
+        self.profiles: list[str] = []
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
         self._tokens = 0
@@ -126,6 +162,21 @@ class FakeEngine:
             self._samples = [sample for sample in self._samples if sample.request_id != request_id]
         for sample in ended:
             self._deliver(sample, [], "", "abort", None)
+
+    def flush_cache(self) -> bool:
+        if not self.is_healthy:
+            raise EngineClosed("dead")
+        return self.cache_is_free
+
+    def start_profile(self, folder: str) -> None:
+        if self.profiles[-1:] == [folder]:
+            raise ProfilerError("a trace runs already")
+        self.profiles.append(folder)
+
+    def stop_profile(self) -> None:
+        if self.profiles[-1:] in ([], ["stop"]):
+            raise ProfilerError("no trace runs")
+        self.profiles.append("stop")
 
     def allow(self, tokens: int) -> None:
         """Lets every sample reach this many tokens."""
@@ -214,6 +265,7 @@ class FakeEngine:
                 token_ids=token_ids,
                 text=text,
                 logprobs=[-0.5] * len(token_ids) if params.logprobs else None,
+                sampling_logprobs=[-0.25] * len(token_ids) if params.logprobs else None,
                 top_logprobs=tops if params.top_logprobs else None,
                 finish_reason=reason,
                 stop_reason=stop_reason,

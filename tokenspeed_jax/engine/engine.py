@@ -17,6 +17,7 @@ from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
+from tokenspeed_jax.engine.profiler import Profiler
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
@@ -81,6 +82,7 @@ class Engine:
         self._serial = itertools.count()
         self._lock = threading.Lock()
         self._live_ids: set[str] = set()
+        self._profiler = Profiler()
         self._compilations_at_start = self._assembly.programs.compilations
 
     @property
@@ -220,6 +222,39 @@ class Engine:
             raise EngineClosed("the engine is closed")
         return self._assembly.scorer.score(list(token_ids))
 
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache between two steps, and waits for that.
+
+        Returns:
+            False, and then nothing was dropped, while running requests hold blocks of it.
+
+        Raises:
+            EngineClosed: the engine is closed, or ends meanwhile.
+        """
+        return self._loop.flush_cache()
+
+    def start_profile(self, folder: str) -> None:
+        """Begins a trace of the process with JAX's profiler; `stop_profile` or `close` writes it.
+
+        Args:
+            folder: where the trace goes; made if it is missing. XProf and Perfetto read it.
+
+        Raises:
+            ProfilerError: a trace runs already, in this engine or elsewhere in the process.
+            EngineClosed: the engine is closed.
+        """
+        if not self.is_healthy:
+            raise EngineClosed("the engine is closed")
+        self._profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        """Ends the trace and writes it, which may take seconds.
+
+        Raises:
+            ProfilerError: no trace runs, or it cannot be written; either way none runs afterwards.
+        """
+        self._profiler.stop()
+
     def stats(self) -> EngineStats:
         """Current figures of the engine."""
         assembly = self._assembly
@@ -231,6 +266,7 @@ class Engine:
     def close(self) -> None:
         """Aborts what runs, ends the step loop and frees device memory. Further calls raise `EngineClosed`."""
         self._loop.close()
+        self._profiler.close()
         self._assembly.free()
 
     def __enter__(self) -> Self:

@@ -9,7 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,6 +39,20 @@ class _Submission:
 
 
 @dataclass(frozen=True)
+class _Question:
+    """A command whose value, or error, another thread waits for."""
+
+    function: Callable[[], Any]
+    answer: Future[Any] = field(default_factory=Future)
+
+    def __call__(self) -> None:
+        try:
+            self.answer.set_result(self.function())
+        except Exception as error:
+            self.answer.set_exception(error)
+
+
+@dataclass(frozen=True)
 class _InFlight:
     round_number: int
     built: BuiltBatch
@@ -47,8 +63,8 @@ class _InFlight:
 class StepLoop:
     """Runs requests to their end on a thread of its own.
 
-    Thread-safe: `submit`, `abort`, `call`, `close`, and the read-only properties. Deltas are delivered on the loop's
-    thread. After an internal error every request fails with `EngineClosed` and the loop ends.
+    Thread-safe: `submit`, `abort`, `call`, `ask`, `flush_cache`, `close`, and the read-only properties. Deltas are
+    delivered on the loop's thread. After an internal error every request fails with `EngineClosed` and the loop ends.
     """
 
     def __init__(
@@ -101,6 +117,23 @@ class StepLoop:
         """Runs `function` on the loop's thread between two steps."""
         self._post(function)
 
+    def ask[T](self, function: Callable[[], T]) -> T:
+        """Runs `function` on the loop's thread between two steps, and waits for its value.
+
+        Raises:
+            EngineClosed: the loop ended before it came to this.
+            RuntimeError: called on the loop's own thread, which cannot wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
+        question = _Question(function)
+        self._post(question)
+        return question.answer.result()
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; False, with nothing dropped, while requests hold cached blocks."""
+        return self.ask(self._scheduler.clear_cache)
+
     def close(self, timeout: float | None = None) -> None:
         """Aborts what runs and ends the thread."""
         with self._wake:
@@ -127,7 +160,10 @@ class StepLoop:
             with self._wake:
                 self._closing = True
                 left = [item.request for item in self._inbox if isinstance(item, _Submission)]
+                questions = [item for item in self._inbox if isinstance(item, _Question)]
                 self._inbox.clear()
+            for question in questions:
+                question.answer.set_exception(EngineClosed("the engine is closed"))
             # What is still queued never reached the scheduler; it ends like what runs.
             self._requests.update((request.request_id, request) for request in left)
             for request_id in list(self._requests):
@@ -142,9 +178,10 @@ class StepLoop:
                     self._wake.wait()
                 if self._closing:
                     return False
-                commands = list(self._inbox)
-                self._inbox.clear()
-            for command in commands:
+                num_commands = len(self._inbox)
+            for _ in range(num_commands):
+                # One by one: if a command fails, those behind it are still in the inbox and are told of the end.
+                command = self._inbox.popleft()
                 if isinstance(command, _Submission):
                     self._admit(command)
                 else:
@@ -156,6 +193,7 @@ class StepLoop:
         request = submission.request
         self._requests[request.request_id] = request
         self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
+        self._stats.observe_arrival(len(request.prompt_token_ids) * len(request.samples))
         self._scheduler.submit_requests(submission.specs)
 
     def _turn(self) -> None:
@@ -225,7 +263,8 @@ class StepLoop:
 
     def _forget(self, sample: SampleState) -> None:
         # Rows of the sample may still be in flight; they hold the object themselves.
-        self._samples.pop(sample.scheduler_id, None)
+        if self._samples.pop(sample.scheduler_id, None) is not None:
+            self._stats.observe_end(len(sample.request.prompt_token_ids) + len(sample.token_ids))
         if sample.request.finished:
             self._requests.pop(sample.request.request_id, None)
 

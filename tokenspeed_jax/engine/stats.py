@@ -14,7 +14,9 @@ class EngineStats:
 
     Attributes:
         running, waiting: samples that hold cache blocks, and samples that wait, now.
-        kv_usage: share of the arena's parents referenced by running samples, now, in [0, 1].
+        live_tokens: tokens of prompt and output of these samples, now; a prompt counts once for each of its samples.
+        parents_in_use: parents of the arena that running samples hold, now, out of `num_parents`.
+        kv_usage: the same as a share, in [0, 1].
         prompt_tokens: prompt tokens of admitted requests; `cached_tokens` of them came from the prefix cache.
         prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
         checkpoint_lost_tokens: prompt tokens whose keys and values were cached at admission, but which were computed
@@ -27,6 +29,9 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    live_tokens: int = 0
+    parents_in_use: int = 0
+    num_parents: int = 0
     kv_usage: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -51,7 +56,18 @@ class StatsCollector:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
-        self._gauges = (0, 0, 0.0, 0, 0)
+        self._live_tokens = 0
+        self._gauges = (0, 0, 0, 0, 0)
+
+    def observe_arrival(self, prompt_tokens: int) -> None:
+        """A sample was handed to the scheduler."""
+        with self._lock:
+            self._live_tokens += prompt_tokens
+
+    def observe_end(self, num_tokens: int) -> None:
+        """A sample that had arrived ended, with this many tokens of prompt and output."""
+        with self._lock:
+            self._live_tokens -= num_tokens
 
     def observe_prompt(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request was admitted for the first time."""
@@ -64,6 +80,7 @@ class StatsCollector:
         """A sample gained tokens or ended."""
         with self._lock:
             self._counts["generated"] += len(delta.token_ids)
+            self._live_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._finished[delta.finish_reason] += 1
 
@@ -76,20 +93,22 @@ class StatsCollector:
     def observe_scheduler(self, scheduler: scheduling.Scheduler) -> None:
         """Reads the scheduler's gauges; called on the loop's thread only."""
         running = scheduler.prefilling_size() + scheduler.decoding_size()
-        usage = scheduler.active_lcm_blocks() / self._num_parents
         totals = (scheduler.num_retractions(), scheduler.num_checkpoint_lost_tokens())
-        gauges = (running, scheduler.waiting_size(), usage, *totals)
+        gauges = (running, scheduler.waiting_size(), scheduler.active_lcm_blocks(), *totals)
         with self._lock:
             self._gauges = gauges
 
     def snapshot(self, *, arena_bytes: int, compilations_after_warmup: int) -> EngineStats:
         """The current figures."""
         with self._lock:
-            running, waiting, usage, retractions, checkpoint_lost = self._gauges
+            running, waiting, parents, retractions, checkpoint_lost = self._gauges
             return EngineStats(
                 running=running,
                 waiting=waiting,
-                kv_usage=usage,
+                live_tokens=self._live_tokens,
+                parents_in_use=parents,
+                num_parents=self._num_parents,
+                kv_usage=parents / self._num_parents,
                 prompt_tokens=self._counts["prompt"],
                 generation_tokens=self._counts["generated"],
                 cached_tokens=self._counts["cached"],

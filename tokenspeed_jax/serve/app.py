@@ -1,10 +1,10 @@
-"""The application: routes, access control, and one handler per route."""
+"""The application: routes, and the handlers of those that generate or tokenise."""
 
 import contextlib
-import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,10 +15,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
+from tokenspeed_jax.serve.access import AccessCheck
+from tokenspeed_jax.serve.admin import AdminRoutes
 from tokenspeed_jax.serve.bodies import parse_body, read_body
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.errors import (
@@ -34,16 +35,19 @@ from tokenspeed_jax.serve.generation import DeltaBridge, Generation
 from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
+from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateRequest
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from tokenspeed_jax.serve.served_engine import ServedEngine
+from tokenspeed_jax.serve.status import StatusRoutes
 from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""Paths that probes and scrapers read without an API key."""
 MAX_CHOICES = 2048
 """Most continuations (prompts x n) of one HTTP request."""
+
+type AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
+type AnyReply = CompletionReply | ChatReply | GenerateReply
 
 _JSON = "application/json"
 _CLIENT_CLOSED_REQUEST = 499
@@ -52,10 +56,9 @@ _CLIENT_CLOSED_REQUEST = 499
 def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
     """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it)."""
     server = ModelServer(engine, config)
-    middleware = [] if config.api_key is None else [Middleware(ApiKeyCheck, key=config.api_key)]
     app = Starlette(
         routes=server.routes(),
-        middleware=middleware,
+        middleware=[Middleware(AccessCheck, config=config)],
         lifespan=lambda _app: server.bridge.attached(),
         exception_handlers={
             ApiError: on_api_error,
@@ -65,29 +68,6 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
-
-
-class ApiKeyCheck:
-    """Middleware: 401 unless the request brings the key, except on `OPEN_PATHS`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = b"Bearer " + key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(
-                    "wrong or missing API key; send `Authorization: Bearer KEY`",
-                    status=401,
-                    kind="authentication_error",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class ModelServer:
@@ -109,10 +89,13 @@ class ModelServer:
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/generate", self.generate, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            *StatusRoutes(self._engine, self._config, self.bridge, self._name).routes(),
+            *AdminRoutes(self._engine, self._config, self.bridge).routes(),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -122,6 +105,11 @@ class ModelServer:
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         return await self._generate(request, ChatRequest, ChatReply, "chatcmpl-")
+
+    async def generate(self, request: Request) -> Response:
+        """`POST /generate`."""
+        reply_type = partial(GenerateReply, incremental=self._config.incremental_streaming_output)
+        return await self._generate(request, GenerateRequest, reply_type, "")
 
     async def models(self, _request: Request) -> Response:
         """`GET /v1/models`."""
@@ -172,22 +160,28 @@ class ModelServer:
     async def _generate(
         self,
         request: Request,
-        body_type: type[CompletionRequest] | type[ChatRequest],
-        reply_type: Callable[..., CompletionReply | ChatReply],
+        body_type: type[AnyRequest],
+        reply_type: Callable[..., AnyReply],
         id_prefix: str,
     ) -> Response:
-        def prepare(body: bytes) -> tuple[CompletionRequest | ChatRequest, SamplingParams, bool, list[list[int]]]:
+        def prepare(body: bytes) -> tuple[AnyRequest, SamplingParams, bool, list[list[int]]]:
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
             params = parsed.params()
             return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
 
         parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
-        reply_id = id_prefix + uuid.uuid4().hex
+        is_native = isinstance(parsed, GenerateRequest)
+        reply_id = (parsed.rid if is_native else None) or id_prefix + uuid.uuid4().hex
         head = ReplyHead(reply_id, self._name, int(time.time()), includes_usage)
         reply = reply_type(head, parsed, params, self._names)
         generation = self.bridge.open(
-            prompts, params, request_id=reply_id, keeps_output=not parsed.stream, renamed=parsed.names
+            prompts,
+            params,
+            request_id=reply_id,
+            keeps_output=not parsed.stream,
+            shows_aborts=is_native,
+            renamed=parsed.names,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:
@@ -199,7 +193,7 @@ class ModelServer:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         return Response(reply.body(choices), headers=headers, media_type=_JSON)
 
-    def _prompts(self, parsed: CompletionRequest | ChatRequest, params: SamplingParams) -> list[list[int]]:
+    def _prompts(self, parsed: AnyRequest, params: SamplingParams) -> list[list[int]]:
         try:
             prompts = parsed.prompt_token_ids(self._engine.tokenizer)
         except InvalidRequest as error:
@@ -207,7 +201,7 @@ class ModelServer:
         if len(prompts) * params.n > MAX_CHOICES:
             raise ApiError(
                 f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
-                param="prompt",
+                param=parsed.names.get("prompt", "prompt"),
                 code="invalid_value",
             )
         return prompts
@@ -228,15 +222,13 @@ class ModelServer:
         }
 
 
-async def _events(
-    generation: Generation, reply: CompletionReply | ChatReply, includes_usage: bool
-) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, reply: AnyReply, includes_usage: bool) -> AsyncIterator[bytes]:
     async for batch in generation.batches():
         # What one step brought goes out in one piece: a write per event would cost more than the event.
         chunks = [event(chunk) for index, delta in batch for chunk in reply.chunks(index, delta)]
         if chunks:
             yield b"".join(chunks)
-    if includes_usage:
+    if includes_usage and not isinstance(reply, GenerateReply):  # whose every chunk has the counts
         yield event(reply.usage_chunk(generation.choices))
     yield DONE
 

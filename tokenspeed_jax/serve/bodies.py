@@ -57,28 +57,41 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
         raise ApiError(f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise ApiError(f"the body must be a JSON object, got {_json_type(raw)}", code="invalid_json")
-    _drop_neutral(raw, getattr(kind, "neutral_fields", {}))
+    return convert_object(raw, kind)
+
+
+def convert_object[T](raw: Mapping[str, Any], kind: type[T], prefix: str = "") -> T:
+    """A decoded JSON object as a `kind`.
+
+    Args:
+        prefix: what the names of its fields begin with in errors, such as `sampling_params.`.
+
+    Raises:
+        ApiError: as for `parse_body`.
+    """
+    raw = dict(raw)
+    _drop_neutral(raw, getattr(kind, "neutral_fields", {}), prefix)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(str(error), prefix) from None
 
 
-def _drop_neutral(raw: dict[str, Any], neutral_fields: Mapping[str, Neutral]) -> None:
+def _drop_neutral(raw: dict[str, Any], neutral_fields: Mapping[str, Neutral], prefix: str) -> None:
     for name in [name for name in raw if name in neutral_fields]:
         value = raw[name]
         if value is not None and not neutral_fields[name](value, raw):
             shown = msgspec.json.encode(value).decode()
             shown = shown if len(shown) <= 100 else shown[:100] + "..."
             raise ApiError(
-                f"{name} = {shown} is not supported; leave it out or send its neutral value",
-                param=name,
+                f"{prefix}{name} = {shown} is not supported; leave it out or send its neutral value",
+                param=prefix + name,
                 code="unsupported_parameter",
             )
         del raw[name]
 
 
-def _named(message: str) -> ApiError:
+def _named(message: str, prefix: str) -> ApiError:
     """A validation message of msgspec with its path turned into the name of the parameter."""
     path = ""
     if found := _PATH.search(message):
@@ -86,10 +99,11 @@ def _named(message: str) -> ApiError:
         message = message[: found.start()]
     for pattern, code, text in ((_UNKNOWN, "unknown_parameter", "unknown parameter"), (_MISSING, None, "missing")):
         if found := pattern.search(message):
-            name = f"{path}.{found['name']}" if path else found["name"]
+            name = prefix + (f"{path}.{found['name']}" if path else found["name"])
             return ApiError(f"{text}: {name}", param=name, code=code or "missing_parameter")
     message = message.replace("`", "")
     message = message[:1].lower() + message[1:]
+    path = prefix + path
     return ApiError(f"{path or 'body'}: {message}", param=path or None, code="invalid_type")
 
 

@@ -12,7 +12,10 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Options of one server. Raises `ConfigError` for a value outside its range."""
+    """Options of one server. Raises `ConfigError` for a value outside its range.
+
+    Fields without `repr` are secrets: they are neither logged nor shown by `/server_info`.
+    """
 
     host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 for every IPv4 interface"))
     port: int = field(default=8000, metadata=about("TCP port to listen on; 0 picks a free one"))
@@ -20,7 +23,23 @@ class ServerConfig:
         default=None, metadata=about("the model's name in requests; default: the checkpoint's name")
     )
     api_key: str | None = field(
-        default=None, metadata=about("require `Authorization: Bearer KEY` on all but /health and /metrics")
+        default=None,
+        repr=False,
+        metadata=about("require `Authorization: Bearer KEY` on all but /health, /ready, /metrics and the admin routes"),
+    )
+    admin_api_key: str | None = field(
+        default=None,
+        repr=False,
+        metadata=about(
+            "turn on /abort_request, /flush_cache, /start_profile and /stop_profile for `Authorization: Bearer KEY`"
+        ),
+    )
+    profiler_dir: str | None = field(
+        default=None, metadata=about("folder for traces of /start_profile; needs --admin-api-key")
+    )
+    incremental_streaming_output: bool = field(
+        default=False,
+        metadata=about("in streams of /generate, send only what is new instead of all text and ids so far"),
     )
     max_body_bytes: int = field(default=16 * 1024 * 1024, metadata=about("largest request body"))
     shutdown_grace_seconds: float = field(
@@ -34,9 +53,13 @@ class ServerConfig:
             raise ConfigError("host must not be empty", field="host")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must lie in [0, 65535], got {self.port}", field="port")
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "admin_api_key", "profiler_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty", field=name)
+        if self.admin_api_key is not None and self.admin_api_key == self.api_key:
+            raise ConfigError("admin_api_key must differ from api_key", field="admin_api_key")
+        if self.profiler_dir is not None and self.admin_api_key is None:
+            raise ConfigError("profiler_dir needs admin_api_key, the key of /start_profile", field="profiler_dir")
         if self.max_body_bytes <= 0:
             raise ConfigError(f"max_body_bytes must be positive, got {self.max_body_bytes}", field="max_body_bytes")
         if not math.isfinite(self.shutdown_grace_seconds) or self.shutdown_grace_seconds < 0:

@@ -32,7 +32,12 @@ class DeltaBridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: deque[tuple[Generation, int, RequestDelta, float]] = deque()
         self._is_scheduled = False
-        self._open: set[Generation] = set()
+        self._open: dict[str, Generation] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose replies are not complete."""
+        return len(self._open)
 
     @contextlib.asynccontextmanager
     async def attached(self) -> AsyncIterator[None]:
@@ -50,7 +55,7 @@ class DeltaBridge:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
             if not self._engine.is_healthy:
-                for generation in list(self._open):
+                for generation in list(self._open.values()):
                     generation.fail(engine_unavailable())
 
     def deliver(self, generation: "Generation", prompt_index: int, delta: RequestDelta) -> None:
@@ -76,22 +81,35 @@ class DeltaBridge:
         *,
         request_id: str,
         keeps_output: bool,
+        shows_aborts: bool = False,
         renamed: dict[str, str],
     ) -> "Generation":
         """Submits every prompt of one HTTP request, or none.
 
         Args:
             keeps_output: whether the choices keep text and tokens, as a reply in one piece needs.
+            shows_aborts: whether an abort ends a choice with what it has, as any other reason does, or fails the
+                request.
             renamed: engine parameters that the client knows by another name.
 
         Raises:
             ApiError: 400 for what the engine refuses, 503 when it is not running.
         """
+        if request_id in self._open:
+            # Not left to the engine: giving this one up again would abort the prompts of the one that runs.
+            name = renamed.get("request_id", "request_id")
+            raise ApiError(f"{name} {request_id!r} is in use by a running request", param=name, code="invalid_value")
         generation = Generation(
-            self._engine, self._metrics, prompts, params, request_id=request_id, keeps_output=keeps_output
+            self._engine,
+            self._metrics,
+            prompts,
+            params,
+            request_id=request_id,
+            keeps_output=keeps_output,
+            shows_aborts=shows_aborts,
         )
-        generation.on_close = partial(self._open.discard, generation)
-        self._open.add(generation)
+        generation.on_close = partial(self._open.pop, request_id, None)
+        self._open[request_id] = generation
         try:
             for index, prompt in enumerate(prompts):
                 self._engine.submit(
@@ -111,6 +129,14 @@ class DeltaBridge:
             raise
         return generation
 
+    def abort(self, request_id: str) -> int:
+        """Aborts a request, or one prompt of it, by the id that its client was told; returns how many were found."""
+        return sum(generation.abort(request_id) for generation in list(self._open.values()))
+
+    def abort_all(self) -> int:
+        """Aborts every request; returns how many there were."""
+        return sum(generation.abort() for generation in list(self._open.values()))
+
 
 class Generation:
     """The running prompts of one HTTP request. Lives on the event loop; `close` ends it at any time.
@@ -128,11 +154,13 @@ class Generation:
         *,
         request_id: str,
         keeps_output: bool,
+        shows_aborts: bool,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
         self._num_prompts = len(prompts)
         self._n = params.n
+        self._shows_aborts = shows_aborts
         self.choices = [
             Choice(prompt_index * params.n + sample, sample, prompt, keeps_output)
             for prompt_index, prompt in enumerate(prompts)
@@ -154,7 +182,7 @@ class Generation:
         """Takes one delta that reached the server at monotonic time `arrived`."""
         if self._is_closed or self._failure is not None:
             return
-        if delta.finish_reason == "abort":
+        if delta.finish_reason == "abort" and not (self._shows_aborts and self._engine.is_healthy):
             self.fail(request_aborted() if self._engine.is_healthy else engine_unavailable())
             return
         index = prompt_index * self._n + delta.sample_index
@@ -194,6 +222,16 @@ class Generation:
         async for _ in self.batches():
             pass
         return self.choices
+
+    def abort(self, name: str | None = None) -> bool:
+        """Tells the engine to end the prompt or the whole request of this name, or whatever its name is; `batches`
+        tells of the end. False if nothing here has that name."""
+        prompts = [self.engine_id(index) for index in range(self._num_prompts)]
+        chosen = prompts if name in (None, self._request_id) else [prompt for prompt in prompts if prompt == name]
+        for prompt in chosen:
+            with contextlib.suppress(EngineClosed):
+                self._engine.abort(prompt)
+        return bool(chosen)
 
     def close(self) -> None:
         """Aborts what still runs in the engine; does nothing the second time."""

@@ -9,7 +9,7 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 from tokenspeed_jax.serve.token_bytes import token_bytes
 
-_LOWEST = -9999.0
+LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; the number OpenAI uses."""
 
 
@@ -63,7 +63,7 @@ class CompletionLogprobs:
             tops = [self._top(token_id, logprob, top) for token_id, logprob, top in rows]
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
-            "token_logprobs": [max(value, _LOWEST) for value in logprobs],
+            "token_logprobs": [max(value, LOWEST_LOGPROB) for value in logprobs],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
@@ -76,8 +76,8 @@ class CompletionLogprobs:
         named: dict[str, float] = {}
         for other, value in top.items():
             # Two ids may have the same text; the more probable one, which comes first, keeps it.
-            named.setdefault(self._name(other), max(value, _LOWEST))
-        named.setdefault(self._name(token_id), max(logprob, _LOWEST))
+            named.setdefault(self._name(other), max(value, LOWEST_LOGPROB))
+        named.setdefault(self._name(token_id), max(logprob, LOWEST_LOGPROB))
         return named
 
 
@@ -99,4 +99,4 @@ def chat_logprobs(
 
 def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     text, raw = names.of(token_id)
-    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
+    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}

@@ -24,8 +24,10 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -37,10 +39,12 @@ class Choice:
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
         if self.keeps_output:
             self.token_ids += delta.token_ids
             self.text_parts.append(delta.text)
             self.logprobs += delta.logprobs or []
+            self.sampling_logprobs += delta.sampling_logprobs or []
             self.top_logprobs += delta.top_logprobs or []
 
 

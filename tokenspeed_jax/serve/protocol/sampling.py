@@ -105,20 +105,21 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
         given = {name: value for name in same.split() if (value := getattr(self, name)) is not None}
         if self.logit_bias:
-            given["logit_bias"] = _bias_by_id(self.logit_bias)
+            given["logit_bias"] = bias_by_id(self.logit_bias)
         try:
             return SamplingParams(**given, **extra)
         except InvalidRequest as error:
             raise refusal(error, renamed) from None
 
 
-def _bias_by_id(bias: Mapping[str, float]) -> dict[int, float]:
+def bias_by_id(bias: Mapping[str, float], name: str = "logit_bias") -> dict[int, float]:
+    """A bias whose keys are JSON strings, by token id. Raises `ApiError` 400 that names the field `name`."""
     by_id: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 20) or int(key) in by_id:
             raise ApiError(
-                f"the keys of logit_bias must be distinct token ids, got {key!r}",
-                param="logit_bias",
+                f"the keys of {name} must be distinct token ids, got {key!r}",
+                param=name,
                 code="invalid_value",
             )
         by_id[int(key)] = value

@@ -1,0 +1,204 @@
+"""What operators ask of a running engine: its load, an empty prefix cache, a trace."""
+
+import dataclasses
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenspeed_jax import Engine, EngineClosed, ProfilerError, SamplingParams
+from tokenspeed_jax.engine.loop import StepLoop
+from tokenspeed_jax.engine.profiler import Profiler
+from tokenspeed_jax.engine.stats import StatsCollector
+
+from .conftest import EngineFactory
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_engine: EngineFactory) -> Engine:
+    return tiny_engine("llama", prefix_granularity=64)
+
+
+def ids(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, length).tolist()
+
+
+def test_a_flushed_cache_has_forgotten_every_prefix(engine: Engine) -> None:
+    prompts = [ids(seed, 100) for seed in range(3)]
+    engine.generate(prompts, GREEDY)
+    assert [output.cached_tokens for output in engine.generate(prompts, GREEDY)] == [64] * 3
+    assert engine.flush_cache()
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.cached_tokens for output in outputs] == [0] * 3
+
+
+def test_a_cache_in_use_is_left_as_it_is(engine: Engine) -> None:
+    prompt = ids(5, 100)
+    cold = engine.generate(prompt, GREEDY)[0]
+    started, ended = threading.Event(), threading.Event()
+
+    def watch(delta: Any) -> None:
+        started.set()
+        if delta.finish_reason is not None:
+            ended.set()
+
+    request = engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=400), on_delta=watch)
+    assert started.wait(60)
+    assert not engine.flush_cache()
+    engine.abort(request)
+    assert ended.wait(60)
+    warm = engine.generate(prompt, GREEDY)[0]
+    assert (warm.cached_tokens, warm.samples[0].token_ids) == (64, cold.samples[0].token_ids)
+    assert engine.flush_cache()
+
+
+def test_stats_count_the_tokens_and_parents_of_live_samples(engine: Engine) -> None:
+    params = dataclasses.replace(GREEDY, n=3, max_tokens=20)
+    seen: list[tuple[int, int]] = []
+    received = [0, 0, 0]
+    ended: set[int] = set()
+    done = threading.Event()
+
+    def watch(delta: Any) -> None:
+        received[delta.sample_index] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            ended.add(delta.sample_index)
+        expected = sum(30 + count for index, count in enumerate(received) if index not in ended)
+        seen.append((engine.stats().live_tokens, expected))
+        if len(ended) == 3:
+            done.set()
+
+    engine.submit(ids(7, 30), params, on_delta=watch)
+    assert done.wait(120)
+    assert len(seen) == 60
+    assert all(counted == expected for counted, expected in seen)
+    stats = engine.stats()
+    assert (stats.live_tokens, stats.parents_in_use, stats.kv_usage) == (0, 0, 0.0)
+    assert stats.num_parents == engine.memory_report.num_parents > 0
+
+
+def test_aborted_requests_leave_no_tokens_behind(engine: Engine) -> None:
+    ended = threading.Semaphore(0)
+
+    def watch(delta: Any) -> None:
+        if delta.finish_reason is not None:
+            ended.release()
+
+    # More than run at once, so that some are aborted while they wait.
+    requests = [
+        engine.submit(ids(seed, 20), dataclasses.replace(GREEDY, max_tokens=300), on_delta=watch) for seed in range(24)
+    ]
+    for request in requests:
+        engine.abort(request)
+    for _ in requests:
+        assert ended.acquire(timeout=120)
+    assert engine.stats().live_tokens == 0
+
+
+def test_a_receiver_that_waits_for_the_loop_is_told_that_it_cannot(engine: Engine) -> None:
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def watch(delta: Any) -> None:
+        try:
+            engine.flush_cache()
+        except RuntimeError as error:
+            errors.append(error)
+        if delta.finish_reason is not None:
+            done.set()
+
+    engine.submit(ids(8, 10), GREEDY, on_delta=watch)
+    assert done.wait(60)
+    assert len(errors) == 4
+
+
+def idle_loop(scheduler: object) -> StepLoop:
+    """A step loop that never gets to a step."""
+    stats = StatsCollector(1, prefix_caching=True)
+    return StepLoop(scheduler, None, None, stats, overlap_depth=1, eos_token_ids=())  # type: ignore[arg-type]
+
+
+def test_answers_and_errors_reach_who_asks_and_the_loop_goes_on() -> None:
+    loop = idle_loop(SimpleNamespace(clear_cache=lambda: True))
+    with pytest.raises(ZeroDivisionError):
+        loop.ask(lambda: 1 // 0)
+    assert loop.is_healthy
+    assert loop.ask(lambda: 5) == 5
+    assert loop.flush_cache()
+    loop.close()
+    with pytest.raises(EngineClosed):
+        loop.flush_cache()
+
+
+@pytest.mark.parametrize("ends_by", ["close", "failure"])
+def test_whoever_waits_when_the_loop_ends_is_told(ends_by: str) -> None:
+    loop = idle_loop(SimpleNamespace(clear_cache=lambda: True))
+    entered, gate = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        gate.wait(30)
+
+    def fail() -> None:
+        raise OSError("injected")
+
+    loop.call(hold)
+    assert entered.wait(30)
+    answers: list[object] = []
+
+    def ask() -> None:
+        try:
+            answers.append(loop.flush_cache())
+        except EngineClosed as error:
+            answers.append(error)
+
+    if ends_by == "failure":
+        loop.call(fail)
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while len(loop._inbox) < (2 if ends_by == "failure" else 1):
+        pass
+    closing = threading.Thread(target=loop.close)
+    if ends_by == "close":
+        closing.start()
+        while not loop._closing:
+            pass
+    gate.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert isinstance(answers[0], EngineClosed)
+    loop.close()
+
+
+def test_a_trace_runs_once_and_is_written_when_it_ends(tmp_path: Path) -> None:
+    first, second = Profiler(), Profiler()
+    with pytest.raises(ProfilerError, match="no trace runs"):
+        first.stop()
+    first.start(str(tmp_path / "a"))
+    with pytest.raises(ProfilerError, match="runs already"):
+        first.start(str(tmp_path / "b"))
+    with pytest.raises(ProfilerError, match="cannot start"):
+        second.start(str(tmp_path / "b"))
+    first.stop()
+    assert list((tmp_path / "a").rglob("*.xplane.pb"))
+    assert not (tmp_path / "b").exists()
+    second.start(str(tmp_path / "b"))
+    second.close()
+    assert list((tmp_path / "b").rglob("*.xplane.pb"))
+    second.close()
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_and_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profiler = Profiler()
+    profiler.start(str(tmp_path / "file" / "folder"))
+    with pytest.raises(ProfilerError, match="cannot write"):
+        profiler.stop()
+    profiler.start(str(tmp_path / "good"))
+    profiler.stop()
+    assert list((tmp_path / "good").rglob("*.xplane.pb"))

@@ -1,0 +1,54 @@
+"""Who may ask for what: keys come in the `Authorization` header and are compared in constant time."""
+
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that probes and scrapers read without a key."""
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
+"""Paths that take the admin key, not the API key, and are there only if one is configured."""
+
+
+class AccessCheck:
+    """Middleware: 401 unless a request brings the key that its path needs."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._api_key = config.api_key
+        self._admin_key = config.admin_api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], dict(scope["headers"]).get(b"authorization", b""))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, given: bytes) -> None:
+        if path in ADMIN_PATHS:
+            if self._admin_key is None:
+                raise ApiError(
+                    f"{path} is turned off; start the server with --admin-api-key KEY to have it",
+                    status=404,
+                    code="admin_disabled",
+                )
+            _compare(given, self._admin_key, "admin API key")
+        elif self._api_key is not None and path not in OPEN_PATHS:
+            _compare(given, self._api_key, "API key")
+
+
+def _compare(given: bytes, key: str, kind: str) -> None:
+    if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+        raise ApiError(
+            f"wrong or missing {kind}; send `Authorization: Bearer KEY`",
+            status=401,
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )

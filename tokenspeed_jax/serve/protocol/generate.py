@@ -1,0 +1,262 @@
+"""`POST /generate`: SGLang's token-level endpoint. Ids or text in, ids, text and log-probabilities out."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.errors import InvalidRequest
+from tokenspeed_jax.serve.bodies import Neutral, convert_object
+from tokenspeed_jax.serve.errors import ApiError, refusal
+from tokenspeed_jax.serve.protocol.logprobs import LOWEST_LOGPROB, TokenNames
+from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
+from tokenspeed_jax.serve.protocol.sampling import bias_by_id, empty, equals
+from tokenspeed_jax.serve.served_engine import ServedTokenizer
+
+_DEFAULT_MAX_NEW_TOKENS = 128
+_REQUEST_ID = re.compile(r"[!-~]{1,256}")
+"""What may stand in an HTTP header, where the id goes too."""
+
+_ENGINE_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
+"""Names of sampling parameters where SGLang's differ from the engine's."""
+
+
+def never(_value: Any, _body: Mapping[str, Any]) -> bool:
+    """Neutral only as null."""
+    return False
+
+
+class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`sampling_params`. `top_k` = -1 keeps all tokens; `max_new_tokens` = null fills the context."""
+
+    neutral_fields: ClassVar[Mapping[str, Neutral]] = {
+        "json_schema": never,
+        "regex": never,
+        "ebnf": never,
+        "structural_tag": never,
+        "stop_regex": empty,
+        "no_stop_trim": equals(False),
+        "spaces_between_special_tokens": equals(True),
+        "custom_params": empty,
+        "stream_interval": equals(1),
+    }
+
+    max_new_tokens: int | None = _DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The given fields as arguments of `SamplingParams`."""
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        if self.logit_bias:
+            given["logit_bias"] = bias_by_id(self.logit_bias, "sampling_params.logit_bias")
+        arguments = {_ENGINE_NAMES.get(name, name): value for name, value in given.items()}
+        return {"max_tokens": None} | arguments
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body: one prompt or a list of them, with one set of sampling parameters for all."""
+
+    neutral_fields: ClassVar[Mapping[str, Neutral]] = {
+        **dict.fromkeys(("input_embeds", "lora_path", "custom_logit_processor", "session_id"), never),
+        **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities", "session_params"), empty),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), equals(False)),
+        **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key", "cache_salt"), never),
+        "logprob_start_len": equals(-1),
+        "token_ids_logprob": empty,
+        "log_metrics": equals(True),
+        "priority": equals(0),
+    }
+    includes_usage: ClassVar[bool] = False
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    model: str | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Engine parameters by the names this request used for them."""
+        prompt = "text" if self.input_ids is None else "input_ids"
+        names = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
+        names |= {engine: f"sampling_params.{name}" for name, engine in _ENGINE_NAMES.items()}
+        names |= {"top_logprobs": "top_logprobs_num", "request_id": "rid"}
+        return names | {"prompt": prompt, "prompt_token_ids": prompt}
+
+    @property
+    def has_many_prompts(self) -> bool:
+        """Whether the prompt is a list of prompts, be it of one."""
+        return isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))
+
+    def params(self) -> SamplingParams:
+        """Sampling parameters; 128 tokens unless said otherwise, as SGLang has it.
+
+        Raises:
+            ApiError: 400 naming the first value that is wrong.
+        """
+        if self.rid is not None and not _REQUEST_ID.fullmatch(self.rid):
+            raise ApiError(
+                "rid must be 1 to 256 visible ASCII characters without spaces", param="rid", code="invalid_value"
+            )
+        if self.return_text_in_logprobs and not self.return_logprob:
+            raise ApiError(
+                "return_text_in_logprobs needs return_logprob = true",
+                param="return_text_in_logprobs",
+                code="invalid_value",
+            )
+        sampling = convert_object(self.sampling_params or {}, GenerateSampling, "sampling_params.")
+        try:
+            return SamplingParams(
+                **sampling.engine_arguments(),
+                logprobs=bool(self.return_logprob),
+                top_logprobs=self.top_logprobs_num or 0,
+            )
+        except InvalidRequest as error:
+            raise refusal(error, self.names) from None
+
+    def prompt_token_ids(self, tokenizer: ServedTokenizer) -> list[list[int]]:
+        """The prompts as token ids. Raises `ApiError` for none, an empty one, or text and ids together."""
+        if (self.text is None) == (self.input_ids is None):
+            raise ApiError("send either text or input_ids", param="input_ids", code="invalid_value")
+        name, prompts = ("text", self._texts()) if self.input_ids is None else ("input_ids", self._id_lists())
+        if not prompts or not all(prompts):
+            raise ApiError(f"{name} must not be empty", param=name, code="invalid_value")
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _texts(self) -> Sequence[str]:
+        return self.text if isinstance(self.text, list) else [self.text or ""]
+
+    def _id_lists(self) -> Sequence[list[int]]:
+        ids = self.input_ids or []
+        kinds = {type(item) for item in ids}
+        if len(kinds) > 1:
+            raise ApiError(
+                "input_ids must be a list of token ids or a list of such lists, and not a mixture",
+                param="input_ids",
+                code="invalid_type",
+            )
+        return ids if kinds == {list} else [ids]  # pyright: ignore[reportReturnType]
+
+
+class GenerateReply:
+    """Turns the deltas of one request into its body or its chunks.
+
+    Args:
+        incremental: whether a chunk has what is new only. SGLang's chunks have everything so far.
+    """
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        request: GenerateRequest,
+        params: SamplingParams,
+        names: TokenNames,
+        *,
+        incremental: bool,
+    ) -> None:
+        self._head = head
+        self._params = params
+        self._names = names if request.return_text_in_logprobs else None
+        self._has_many_prompts = request.has_many_prompts
+        self._is_list = request.has_many_prompts or params.n > 1
+        self._incremental = incremental
+        self._choices: dict[int, Choice] = {}
+        self._start = time.monotonic()
+
+    def body(self, choices: list[Choice]) -> bytes:
+        """The whole reply as JSON: an object, or a list of them for several prompts or samples."""
+        replies = [self._reply(choice, choice) for choice in choices]
+        return msgspec.json.encode(replies if self._is_list else replies[0])
+
+    def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
+        """The chunk that one delta of choice `index` becomes."""
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = Choice(index, delta.sample_index, delta.prompt_token_ids, keeps_output=not self._incremental)
+            self._choices[index] = choice
+        choice.push(delta)
+        chunk = self._reply(choice, delta if self._incremental else choice)
+        return [chunk | {"index": index} if self._is_list else chunk]
+
+    def _reply(self, choice: Choice, part: Choice | RequestDelta) -> dict[str, Any]:
+        """One object: `part` is what it shows of the choice."""
+        return {
+            "text": part.text,
+            "output_ids": part.token_ids,
+            "meta_info": self._meta_info(choice, part),
+        }
+
+    def _meta_info(self, choice: Choice, part: Choice | RequestDelta) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self._prompt_id(choice),
+            "finish_reason": _finish_reason(choice, part.token_ids),
+            "prompt_tokens": len(choice.prompt_token_ids),
+            "completion_tokens": choice.num_tokens,
+            "cached_tokens": choice.cached_tokens,
+        }
+        if choice.finish_reason is not None:
+            meta["e2e_latency"] = time.monotonic() - self._start
+        if self._params.logprobs:
+            ids = part.token_ids
+            meta["output_token_logprobs"] = self._entries(ids, part.logprobs or [])
+            meta["output_token_sampling_logprobs"] = self._entries(ids, part.sampling_logprobs or [])
+        if self._params.top_logprobs:
+            meta["output_top_logprobs"] = [self._top(top) for top in part.top_logprobs or []]
+        return meta
+
+    def _prompt_id(self, choice: Choice) -> str:
+        """The id of the choice's prompt, by which `/abort_request` finds it."""
+        prompt_index = choice.index // self._params.n
+        return f"{self._head.reply_id}-{prompt_index}" if self._has_many_prompts else self._head.reply_id
+
+    def _entries(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
+        return [self._entry(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+
+    def _top(self, top: TopLogprobs) -> list[list[Any]]:
+        return [self._entry(*pair) for pair in top.items()]
+
+    def _entry(self, token_id: int, logprob: float) -> list[Any]:
+        text = None if self._names is None else self._names.of(token_id)[0]
+        return [max(logprob, LOWEST_LOGPROB), token_id, text]
+
+
+def _finish_reason(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any] | None:
+    """Why the choice ended, with what ended it: an id, a string, a number of tokens."""
+    match choice.finish_reason:
+        case None:
+            return None
+        case "stop":
+            # Without a stop of the request's own it was an end-of-sequence id, which is the last token.
+            return {"type": "stop", "matched": token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
+        case "length":
+            return {"type": "length", "length": choice.num_tokens}
+        case reason:
+            return {"type": reason, "message": "the request was aborted"}
