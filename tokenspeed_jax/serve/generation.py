@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -172,7 +172,7 @@ class Generation:
         self._failure: ApiError | None = None
         self._wake = asyncio.Event()
         self._is_closed = False
-        self.on_close = lambda: None
+        self.on_close: Callable[[], object] = lambda: None
 
     def engine_id(self, prompt_index: int) -> str:
         """The engine's name of one prompt of this request."""
