@@ -1,5 +1,6 @@
 """`tokenspeed_jax.serve` with a device that fails in the middle of its work."""
 
+import itertools
 import sys
 
 from tokenspeed_jax.engine.programs import StepPrograms
@@ -8,13 +9,11 @@ from tokenspeed_jax.serve.cli import main
 FAILING_STEP = 25
 
 run = StepPrograms.run
-steps = 0
+steps = itertools.count(1)
 
 
 def failing_run(programs: StepPrograms, *args: object):
-    global steps
-    steps += 1
-    if steps == FAILING_STEP:
+    if next(steps) == FAILING_STEP:
         raise MemoryError("injected fault")
     return run(programs, *args)
 

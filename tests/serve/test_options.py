@@ -42,7 +42,9 @@ def test_values_are_parsed_by_type() -> None:
         model="m", max_model_len=512, gpu_memory_utilization=0.5, enable_prefix_caching=False, dtype="bfloat16",
         prefix_granularity=32, revision="main",
     )  # fmt: skip
-    assert server == ServerConfig(port=0, api_key="k", drain_timeout=1.5, access_log=True, request_timeout=60.0, max_queued_requests=8)
+    assert server == ServerConfig(
+        port=0, api_key="k", drain_timeout=1.5, access_log=True, request_timeout=60.0, max_queued_requests=8
+    )
     assert parse_options(["--model", "m", "--enable-prefix-caching"])[0].enable_prefix_caching
 
 
