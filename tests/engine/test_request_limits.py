@@ -1,5 +1,6 @@
 """Priority, cache salts, the count of the queue, and deadlines, on a real engine."""
 
+import dataclasses
 import threading
 import time
 
@@ -15,12 +16,13 @@ from .conftest import EngineFactory
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+FILLING = dataclasses.replace(LONG, n=15)
 
 
 @pytest.fixture
 def engine(tiny_engine: EngineFactory) -> Engine:
-    """One request runs at a time."""
-    return tiny_engine("llama", max_num_seqs=1)
+    """16 samples run at a time."""
+    return tiny_engine("llama")
 
 
 def ids(seed: int, length: int = 20) -> list[int]:
@@ -36,7 +38,8 @@ def test_prefixes_are_shared_within_a_salt_only(engine: Engine) -> None:
 
 
 def test_samples_of_one_request_share_its_salt(engine: Engine) -> None:
-    output = engine.generate(ids(1), SamplingParams(max_tokens=4, n=3, seed=1), cache_salt="a", priority=2)[0]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, n=3)
+    output = engine.generate(ids(1), params, cache_salt="a", priority=2)[0]
     assert [len(sample.token_ids) for sample in output.samples] == [4, 4, 4]
 
 
@@ -63,6 +66,7 @@ class Ends:
 
 def test_a_full_queue_is_served_by_priority_and_then_in_order(engine: Engine) -> None:
     ends = Ends()
+    engine.submit(ids(2), FILLING, request_id="filling", on_delta=lambda _: None)
     engine.submit(ids(2), LONG, request_id="running", on_delta=ends.push)
     assert ends.started.wait(60)
     for name, priority in (("c", 5), ("b", 0), ("a", -7), ("d", 5), ("e", 2**31 - 1), ("gone", -(2**31))):
@@ -70,7 +74,9 @@ def test_a_full_queue_is_served_by_priority_and_then_in_order(engine: Engine) ->
     assert engine.num_queued_requests == 6
     engine.abort("gone")
     engine.abort("running")
+    # One slot is free now; who ends first has been started first.
     assert ends.wait(7) == ["gone", "running", "a", "b", "c", "d", "e"]
+    engine.abort("filling")
     assert engine.num_queued_requests == 0
 
 

@@ -52,7 +52,7 @@ def complete(server: FakeServer, pool: ThreadPoolExecutor, **extra: object) -> F
 
 
 def test_a_signal_refuses_new_requests_and_lets_running_ones_finish_or_time_out(pool: ThreadPoolExecutor) -> None:
-    with FakeServer(["--drain-timeout=2"], PROGRAM) as server:
+    with FakeServer(["--drain-timeout=3"], PROGRAM) as server:
         short, endless = complete(server, pool, max_tokens=5), complete(server, pool, max_tokens=200)
         server.wait_for_samples(2)
         assert server.ask("GET", "/health")[0] == 200
