@@ -5,6 +5,7 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
+from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
 
@@ -60,6 +61,13 @@ def test_every_sampling_parameter_reaches_the_engine(client: TestClient, engine:
     assert (params.logprobs, params.top_logprobs) == (True, 2)
     assert client.post(PATH, json=BODY | {"sampling_params": {"top_k": -1}}).status_code == 200
     assert engine.submitted[-1][1].top_k == 0
+
+
+def test_priority_and_salt_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    assert client.post(PATH, json=BODY | {"priority": -3, "cache_salt": "s"}).status_code == 200
+    assert client.post(PATH, json=BODY).status_code == 200
+    assert engine.options == [RequestOptions(-3, "s"), RequestOptions()]
+    refused(client.post(PATH, json=BODY | {"priority": "high"}), 400, "priority")
 
 
 def test_log_probabilities_stand_beside_their_ids(client: TestClient, engine: FakeEngine) -> None:

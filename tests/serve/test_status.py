@@ -5,6 +5,7 @@ import threading
 from starlette.testclient import TestClient
 
 import tokenspeed_jax
+from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
 
@@ -17,6 +18,15 @@ def test_ready_until_the_engine_takes_no_more_requests(client: TestClient, engin
     assert client.get("/ready").json() == {"status": "ready"}
     engine.die()
     assert refused(client.get("/ready"), 503, None)["code"] == "engine_unavailable"
+
+
+def test_not_ready_while_the_server_drains(engine: FakeEngine) -> None:
+    config = ServerConfig()
+    admission = Admission(engine, config.max_queued_requests)
+    with TestClient(create_app(engine, config, admission)) as client:
+        assert client.get("/ready").status_code == 200
+        admission.drain()
+        assert refused(client.get("/ready"), 503, None)["code"] == "server_draining"
 
 
 def test_version_is_the_packages(client: TestClient) -> None:

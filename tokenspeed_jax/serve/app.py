@@ -20,11 +20,11 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
+from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.bodies import parse_body, read_body
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.errors import (
     ApiError,
-    engine_unavailable,
     model_not_found,
     on_api_error,
     on_http_error,
@@ -53,9 +53,13 @@ _JSON = "application/json"
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
-    """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it)."""
-    server = ModelServer(engine, config)
+def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission | None = None) -> Starlette:
+    """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it).
+
+    Args:
+        admission: for those who end the server from outside; left out, the application makes its own.
+    """
+    server = ModelServer(engine, config, admission or Admission(engine, config.max_queued_requests))
     app = Starlette(
         routes=server.routes(),
         middleware=[Middleware(AccessCheck, config=config)],
@@ -73,14 +77,15 @@ def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
 class ModelServer:
     """The handlers of one engine's routes."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig, admission: Admission) -> None:
         self._engine = engine
         self._config = config
+        self._admission = admission
         self._name = config.served_model_name or engine.model_name
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
-        self.bridge = DeltaBridge(engine, self._metrics)
+        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -94,7 +99,7 @@ class ModelServer:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
-            *StatusRoutes(self._engine, self._config, self.bridge, self._name).routes(),
+            *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
         ]
 
@@ -121,9 +126,8 @@ class ModelServer:
         return _json(self._card())
 
     async def health(self, _request: Request) -> Response:
-        """`GET /health`: 200 while the engine serves."""
-        if not self._engine.is_healthy:
-            raise engine_unavailable()
+        """`GET /health`: 200 while new requests are taken."""
+        self._admission.check_serving()
         return _json({"status": "ok"})
 
     async def metrics(self, _request: Request) -> Response:
@@ -164,6 +168,9 @@ class ModelServer:
         reply_type: Callable[..., AnyReply],
         id_prefix: str,
     ) -> Response:
+        # Before the prompt is tokenised, which is what a request costs that is refused below.
+        self._admission.check_room()
+
         def prepare(body: bytes) -> tuple[AnyRequest, SamplingParams, bool, list[list[int]]]:
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
@@ -182,6 +189,8 @@ class ModelServer:
             keeps_output=not parsed.stream,
             shows_aborts=is_native,
             renamed=parsed.names,
+            priority=parsed.priority or 0,
+            cache_salt=parsed.cache_salt,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:

@@ -9,13 +9,21 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest
-from tokenspeed_jax.serve.errors import ApiError, engine_unavailable, refusal, request_aborted
+from tokenspeed_jax.serve.admission import Admission
+from tokenspeed_jax.serve.errors import (
+    ApiError,
+    engine_failed,
+    engine_unavailable,
+    refusal,
+    request_aborted,
+    request_timed_out,
+)
 from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.protocol.reply import Choice
 from tokenspeed_jax.serve.served_engine import ServedEngine
@@ -26,18 +34,17 @@ _HEALTH_CHECK_SECONDS = 0.5
 class DeltaBridge:
     """Hands deltas from the engine's thread to the generations that wait for them on one event loop."""
 
-    def __init__(self, engine: ServedEngine, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, engine: ServedEngine, metrics: ServerMetrics, admission: Admission, request_timeout: float | None
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._admission = admission
+        self._request_timeout = request_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: deque[tuple[Generation, int, RequestDelta, float]] = deque()
         self._is_scheduled = False
         self._open: dict[str, Generation] = {}
-
-    @property
-    def num_open(self) -> int:
-        """Requests whose replies are not complete."""
-        return len(self._open)
 
     @contextlib.asynccontextmanager
     async def attached(self) -> AsyncIterator[None]:
@@ -51,12 +58,11 @@ class DeltaBridge:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _watch_health(self) -> None:
-        # A dying engine aborts its requests, but one that hangs in the attempt must not leave clients waiting.
+        # A failing engine ends its requests, but one that hangs in the attempt must not leave clients waiting.
         while True:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
-            if not self._engine.is_healthy:
-                for generation in list(self._open.values()):
-                    generation.fail(engine_unavailable())
+            if self._admission.engine_has_failed:
+                self._admission.fail_all(engine_failed())
 
     def deliver(self, generation: "Generation", prompt_index: int, delta: RequestDelta) -> None:
         """Takes one delta; called on the engine's thread, never blocks, never raises."""
@@ -83,6 +89,8 @@ class DeltaBridge:
         keeps_output: bool,
         shows_aborts: bool = False,
         renamed: dict[str, str],
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> "Generation":
         """Submits every prompt of one HTTP request, or none.
 
@@ -91,14 +99,17 @@ class DeltaBridge:
             shows_aborts: whether an abort ends a choice with what it has, as any other reason does, or fails the
                 request.
             renamed: engine parameters that the client knows by another name.
+            priority, cache_salt: as in `Engine.submit`.
 
         Raises:
-            ApiError: 400 for what the engine refuses, 503 when it is not running.
+            ApiError: 400 for what the engine refuses, 429 when the queue is full, 503 when the engine is not running
+                or the server is stopping.
         """
         if request_id in self._open:
             # Not left to the engine: giving this one up again would abort the prompts of the one that runs.
             name = renamed.get("request_id", "request_id")
             raise ApiError(f"{name} {request_id!r} is in use by a running request", param=name, code="invalid_value")
+        self._admission.check_room()
         generation = Generation(
             self._engine,
             self._metrics,
@@ -108,14 +119,15 @@ class DeltaBridge:
             keeps_output=keeps_output,
             shows_aborts=shows_aborts,
         )
-        generation.on_close = partial(self._open.pop, request_id, None)
-        self._open[request_id] = generation
+        self._track(request_id, generation)
         try:
             for index, prompt in enumerate(prompts):
                 self._engine.submit(
                     prompt,
                     params,
                     request_id=generation.engine_id(index),
+                    priority=priority,
+                    cache_salt=cache_salt,
                     on_delta=partial(self.deliver, generation, index),
                 )
         except InvalidRequest as error:
@@ -136,6 +148,23 @@ class DeltaBridge:
     def abort_all(self) -> int:
         """Aborts every request; returns how many there were."""
         return sum(generation.abort() for generation in list(self._open.values()))
+
+    def _track(self, request_id: str, generation: "Generation") -> None:
+        """Keeps the generation where it can be failed, and fails it when its time is over, until it is closed."""
+        deadline: asyncio.TimerHandle | None = None
+        if self._request_timeout is not None:
+            error = request_timed_out(self._request_timeout)
+            deadline = asyncio.get_running_loop().call_later(self._request_timeout, generation.fail, error)
+
+        def forget() -> None:
+            self._open.pop(request_id, None)
+            self._admission.open_requests.discard(generation)
+            if deadline is not None:
+                deadline.cancel()
+
+        generation.on_close = forget
+        self._open[request_id] = generation
+        self._admission.open_requests.add(generation)
 
 
 class Generation:
@@ -172,7 +201,7 @@ class Generation:
         self._failure: ApiError | None = None
         self._wake = asyncio.Event()
         self._is_closed = False
-        self.on_close: Callable[[], object] = lambda: None
+        self.on_close = lambda: None
 
     def engine_id(self, prompt_index: int) -> str:
         """The engine's name of one prompt of this request."""
@@ -182,8 +211,11 @@ class Generation:
         """Takes one delta that reached the server at monotonic time `arrived`."""
         if self._is_closed or self._failure is not None:
             return
-        if delta.finish_reason == "abort" and not (self._shows_aborts and self._engine.is_healthy):
-            self.fail(request_aborted() if self._engine.is_healthy else engine_unavailable())
+        if delta.finish_reason == "error":
+            self.fail(engine_failed())
+            return
+        if delta.finish_reason == "abort" and not self._shows_aborts:
+            self.fail(request_aborted())
             return
         index = prompt_index * self._n + delta.sample_index
         self.choices[index].push(delta)
@@ -196,8 +228,14 @@ class Generation:
         self._wake.set()
 
     def fail(self, error: ApiError) -> None:
-        """Ends `batches` with `error`, after what has arrived so far."""
-        self._failure = self._failure or error
+        """Ends `batches` with `error`, after what has arrived so far; does nothing once every choice has finished.
+
+        The engine is told at once: who reads the batches may be waiting for a client that does not read.
+        """
+        if self._failure is not None or self._unfinished == 0:
+            return
+        self._failure = error
+        self._abort()
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, RequestDelta]]]:
@@ -239,9 +277,11 @@ class Generation:
             return
         self._is_closed = True
         self.on_close()
-        if self._unfinished == 0:
-            return
+        if self._unfinished and self._failure is None:
+            self._abort()
+
+    def _abort(self) -> None:
         for index in range(self._num_prompts):
-            # A closed engine has aborted everything already.
+            # An engine that is closed or has failed has ended everything already.
             with contextlib.suppress(EngineClosed):
                 self._engine.abort(self.engine_id(index))

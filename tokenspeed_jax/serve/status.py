@@ -9,19 +9,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenspeed_jax import __version__
+from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.config import ServerConfig
-from tokenspeed_jax.serve.errors import engine_unavailable
-from tokenspeed_jax.serve.generation import DeltaBridge
 from tokenspeed_jax.serve.served_engine import ServedEngine
 
 
 class StatusRoutes:
     """`/ready`, `/version`, `/server_info` and `/load`; none of them waits for the engine."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig, bridge: DeltaBridge, served_name: str) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig, admission: Admission, served_name: str) -> None:
         self._engine = engine
         self._config = config
-        self._bridge = bridge
+        self._admission = admission
         self._served_name = served_name
 
     def routes(self) -> list[Route]:
@@ -35,8 +34,7 @@ class StatusRoutes:
 
     async def ready(self, _request: Request) -> Response:
         """`GET /ready`: 200 while new requests are taken."""
-        if not self._engine.is_healthy:
-            raise engine_unavailable()
+        self._admission.check_serving()
         return _json({"status": "ready"})
 
     async def version(self, _request: Request) -> Response:
@@ -63,7 +61,7 @@ class StatusRoutes:
         stats = self._engine.stats()
         return _json(
             {
-                "server_load": self._bridge.num_open,
+                "server_load": len(self._admission.open_requests),
                 "num_reqs": stats.running + stats.waiting,
                 "num_running_reqs": stats.running,
                 "num_waiting_reqs": stats.waiting,

@@ -84,11 +84,10 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         **dict.fromkeys(("input_embeds", "lora_path", "custom_logit_processor", "session_id"), never),
         **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities", "session_params"), empty),
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), equals(False)),
-        **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key", "cache_salt"), never),
+        **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key"), never),
         "logprob_start_len": equals(-1),
         "token_ids_logprob": empty,
         "log_metrics": equals(True),
-        "priority": equals(0),
     }
     includes_usage: ClassVar[bool] = False
 
@@ -100,6 +99,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     model: str | None = None
 
     @property
