@@ -65,6 +65,14 @@ def test_values_are_parsed_by_type() -> None:
         (["--model", "m", "--warmup", "yes"], ["yes"]),
         (["--model", "m", "--api-key", ""], ["--api-key", "empty"]),
         (["--model", ""], ["--model", "empty"]),
+        (["--model", "m", "--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "tool_call_parser", "hermes"]),
+        (["--model", "m", "--tool-call-parser", "hermes"], ["--tool-call-parser", "enable_auto_tool_choice"]),
+        (["--model", "m", "--tool-call-parser", "x"], ["--tool-call-parser", "hermes", "'x'"]),
+        (["--model", "m", "--reasoning-parser", "x"], ["--reasoning-parser", "qwen3", "'x'"]),
+        (
+            ["--model", "m", "--enable-auto-tool-choice", "--tool-call-parser", "openai"],
+            ["--tool-call-parser", "openai_gptoss"],
+        ),
         (["--model", "m", "--shutdown-grace-seconds", "inf"], ["--shutdown-grace-seconds", "inf"]),
     ],
 )

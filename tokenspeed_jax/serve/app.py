@@ -1,6 +1,7 @@
 """The application: routes, access control, and one handler per route."""
 
 import contextlib
+import functools
 import hmac
 import time
 import uuid
@@ -37,6 +38,7 @@ from tokenspeed_jax.serve.protocol.completions import CompletionReply, Completio
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
 
@@ -99,6 +101,7 @@ class ModelServer:
         self._name = config.served_model_name or engine.model_name
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
+        self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
         self.bridge = DeltaBridge(engine, self._metrics)
 
@@ -121,7 +124,8 @@ class ModelServer:
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, ChatRequest, ChatReply, "chatcmpl-")
+        reply_type = functools.partial(ChatReply, reply_format=self._format)
+        return await self._generate(request, ChatRequest, reply_type, "chatcmpl-")
 
     async def models(self, _request: Request) -> Response:
         """`GET /v1/models`."""
@@ -180,6 +184,8 @@ class ModelServer:
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
             params = parsed.params()
+            if isinstance(parsed, ChatRequest):
+                params = self._format.applied(params, parsed.offered_tools)
             return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
 
         parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
