@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{% for call in m.tool_calls %}<call>{{ call.id }} {{ call.function.name }} "
     "{{ call.function.arguments | tojson }}</call>{% endfor %}"
-    "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}\n{% endfor %}"
+    "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if thinking %}<think>\n{% endif %}{% endif %}"
 )
 WEATHER = {

@@ -64,12 +64,17 @@ PIECES = [
 
 @st.composite
 def replies(draw, form: TranscriptFormat):
-    """Heaps of the format's own markers, halves of them, JSON, and words that can be told apart; cut somewhere."""
+    """Heaps of the format's replies and markers, halves of them, JSON, and words to be found again; cut somewhere."""
     markers = form.markers(has_tools=True)
+    texts = [transcript.text for transcript in TRANSCRIPTS if transcript.form == form]
     part = st.one_of(
-        st.sampled_from(markers), st.sampled_from(PIECES), st.sampled_from([m[:-2] for m in markers]), st.just("WORD")
+        st.sampled_from(texts),
+        st.sampled_from(markers),
+        st.sampled_from(PIECES),
+        st.sampled_from([marker[:-2] for marker in markers]),
+        st.just("WORD"),
     )
-    parts = draw(st.lists(part, max_size=30))
+    parts = draw(st.lists(part, max_size=20))
     text = "".join(f"w-{index}" if part == "WORD" else part for index, part in enumerate(parts))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return text, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -85,16 +90,12 @@ def said(events: list[Event]) -> str:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.reasoning}-{form.tool_calls}")
-@pytest.mark.parametrize("has_tools", [True, False])
-def test_heaps_of_markers_never_raise_never_depend_on_cuts_and_lose_no_word(form, has_tools) -> None:
-    if form.reasoning is None and not has_tools:
-        assert form.parser(None, reasoning_is_open=False) is None
-        return
-
-    @given(reply=replies(form), is_open=st.booleans())
-    @settings(max_examples=400, deadline=None)
-    def check(reply, is_open):
+def test_heaps_of_markers_never_raise_never_depend_on_cuts_and_lose_no_word(form) -> None:
+    @given(reply=replies(form), is_open=st.booleans(), has_tools=st.booleans())
+    @settings(max_examples=150, deadline=None)
+    def check(reply, is_open, has_tools):
         text, pieces = reply
+        has_tools = has_tools or form.reasoning is None
         transcript = Transcript(
             "", form, text, [], is_open and form.reasoning is not None, TOOLS if has_tools else None
         )

@@ -132,7 +132,7 @@ def _skip_rest(reader: Reader) -> Steps[None]:
 
 def _whole_call(reader: Reader, length: int) -> Steps[bool]:
     call = _loaded(reader.text[:length])
-    if not isinstance(call, dict) or not call.keys() <= _KEYS:
+    if not isinstance(call, dict) or not call.keys() <= _KEYS or call.get("type", "function") != "function":
         return False
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # some models write them as OpenAI's API does, as JSON in a string
