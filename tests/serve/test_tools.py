@@ -303,6 +303,8 @@ NAMED = {"type": "function", "function": {"name": "now"}}
          "messages", "'f'"),
         ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "content"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "template"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort", "enormous"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(extra: dict[str, Any], param: str, says: str) -> None:
@@ -330,3 +332,22 @@ def test_a_template_that_shows_no_tools_is_said() -> None:
         error = client.post(PATH, json=ASK).json()["error"]
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
     assert "template" in error["message"]
+
+
+def test_reasoning_effort_reaches_a_template_that_knows_it() -> None:
+    engine = tool_engine("x", template="{{ reasoning_effort }}")
+    body = {"model": "fake/model", "messages": ASK["messages"], "reasoning_effort": "low"}
+    with served(engine, ServerConfig()) as client:
+        assert client.post(PATH, json=body).status_code == 200
+        assert prompt_text(engine) == "low"
+        twice = client.post(PATH, json=body | {"chat_template_kwargs": {"reasoning_effort": "high"}}).json()["error"]
+        assert twice["param"] == "reasoning_effort"
+
+
+def test_special_tokens_stay_hidden_where_no_parser_needs_them() -> None:
+    reply, reasoning, special = REPLIES["kimi_k2"]
+    engine = tool_engine(reply, special)
+    with served(engine, tool_config("kimi_k2", reasoning)) as client:
+        hidden = client.post(PATH, json=ASK | {"tool_choice": "none"}).json()["choices"][0]["message"]["content"]
+        assert hidden == 'I look.functions.weather:0{"city": "Köln", "days": 3}functions.now:1{}'
+        assert client.post(PATH, json=ASK | {"skip_special_tokens": True}).json()["choices"][0]["message"]["tool_calls"]

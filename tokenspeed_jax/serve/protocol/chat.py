@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: the request, and the reply whole or in chunks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -18,6 +18,8 @@ from tokenspeed_jax.serve.protocol.tools import Tool, ToolChoice, offered_tools
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 
 class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     """The body. `chat_template_kwargs` (vLLM's extension) are more variables for the chat template."""
@@ -32,7 +34,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         "modalities": equals(["text"]),
         "prediction": lambda _value, _body: False,
         "audio": lambda _value, _body: False,
-        "reasoning_effort": lambda _value, _body: False,
         "verbosity": lambda _value, _body: False,
         "web_search_options": lambda _value, _body: False,
     }
@@ -44,6 +45,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -89,6 +91,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             tools=self.offered_tools,
+            reasoning_effort=self.reasoning_effort,
             variables=self.chat_template_kwargs,
         )
         return [tokenizer.encode(text, False)]

@@ -88,8 +88,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             if (value := getattr(self, field)) is not None:
                 shown[field] = value
         if (reasoning := self.reasoning or self.reasoning_content) is not None:
-            # Qwen's and MiniMax's name, vLLM's, and gpt-oss's.
-            shown |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+            # The name in most templates, and vLLM's.
+            shown |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            # gpt-oss's name; its template does not take it beside the content of a message with calls.
+            if not (self.tool_calls and self.text):
+                shown["thinking"] = reasoning
         if self.tool_calls:
             shown["tool_calls"] = [_call_variables(call, arguments_as_text) for call in self.tool_calls]
         return shown
@@ -119,6 +122,7 @@ def render_chat(
     add_generation_prompt: bool | None,
     continue_final_message: bool = False,
     tools: Sequence[Tool] = (),
+    reasoning_effort: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt text of a conversation.
@@ -128,12 +132,13 @@ def render_chat(
             unless the final message is continued.
         continue_final_message: end with the text of the last message, as if its author were still writing.
         tools: what the assistant may call.
+        reasoning_effort: how much it should think.
         variables: `chat_template_kwargs`, further variables of the template.
 
     Raises:
         ApiError: 400 for no messages, a message without content, a reserved template variable, no chat template, one
-            that does not know tools, and whatever the template itself refuses (a role it does not know, roles out of
-            order).
+            that does not know tools or efforts, and whatever the template itself refuses (a role it does not know,
+            roles out of order).
     """
     _check_messages(messages)
     if continue_final_message and add_generation_prompt:
@@ -142,27 +147,37 @@ def render_chat(
             param="continue_final_message",
             code="invalid_value",
         )
-    given = dict(variables or {})
-    if taken := _RESERVED_VARIABLES & given.keys():
+    given = _own_variables(variables)
+    if not tokenizer.has_chat_template:
+        raise ApiError(
+            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
+        )
+    for name, value in (("tools", [tool.variables() for tool in tools]), ("reasoning_effort", reasoning_effort)):
+        if not value:
+            continue
+        if not tokenizer.chat_template_mentions(name):
+            raise ApiError(
+                f"the chat template of this model does nothing with {name}", param=name, code="unsupported_parameter"
+            )
+        if name in given:
+            raise ApiError(f"{name} is in chat_template_kwargs as well", param=name, code="invalid_value")
+        given[name] = value
+    given["add_generation_prompt"] = (
+        not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    )
+    return _rendered(tokenizer, messages, uuid.uuid4().hex if continue_final_message else None, given)
+
+
+def _own_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of `chat_template_kwargs`, which must not set what has a field of its own."""
+    own = dict(variables or {})
+    if taken := _RESERVED_VARIABLES & own.keys():
         raise ApiError(
             f"chat_template_kwargs must not set {', '.join(sorted(taken))}",
             param="chat_template_kwargs",
             code="invalid_value",
         )
-    if not tokenizer.has_chat_template:
-        raise ApiError(
-            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-        )
-    if tools:
-        if not tokenizer.chat_template_mentions("tools"):
-            raise ApiError(
-                "the chat template of this model does not show tools to it", param="tools", code="unsupported_parameter"
-            )
-        given["tools"] = [tool.variables() for tool in tools]
-    given["add_generation_prompt"] = (
-        not continue_final_message if add_generation_prompt is None else add_generation_prompt
-    )
-    return _rendered(tokenizer, messages, uuid.uuid4().hex if continue_final_message else None, given)
+    return own
 
 
 def _rendered(
