@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import tokenizers
@@ -27,8 +27,8 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, template: str | None = TEMPLATE) -> Tokenizer:
-    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces."""
+def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces, then further special tokens."""
     vocabulary = {"<bos>": BOS, "<eos>": EOS}
     vocabulary |= {character: 2 + byte for character, byte in BYTE_OF_CHARACTER.items()}
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("Ġ", "w")]
@@ -37,6 +37,7 @@ def byte_tokenizer(*, template: str | None = TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({"chat_template": template} if template else {})
     return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
 
@@ -116,8 +117,10 @@ class FakeEngine:
     max_model_len = 256
     cached_tokens = 3
 
-    def __init__(self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE) -> None:
-        self.tokenizer = byte_tokenizer(template=template)
+    def __init__(
+        self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE, special: Sequence[str] = ()
+    ) -> None:
+        self.tokenizer = byte_tokenizer(template=template, special=special)
         self.reply_ids = self.tokenizer.encode(reply)
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9

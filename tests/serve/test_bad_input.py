@@ -81,7 +81,8 @@ def test_missing_fields_are_named(client: TestClient, name: str) -> None:
     "name", ["tools", "response_format", "tool_choice", "reasoning_effort", "top_logprobs", "audio"]
 )
 def test_chat_features_that_are_not_served_are_refused(client: TestClient, name: str) -> None:
-    value = {"tools": [{"type": "function"}], "tool_choice": "required", "top_logprobs": 3}.get(name, {"type": "x"})
+    tool = {"type": "function", "function": {"name": "now"}}
+    value = {"tools": [tool], "tool_choice": "required", "top_logprobs": 3}.get(name, {"type": "x"})
     body = {"model": "fake/model", "messages": [{"role": "user", "content": "x"}], name: value}
     refused(client.post("/v1/chat/completions", json=body), 400, name)
 

@@ -34,6 +34,13 @@ def test_loop_controls_generation_tag_json_and_time():
     assert render("{{ tools is none }}") == "True"
 
 
+def test_names_of_variables_are_found_as_whole_words():
+    template = ChatTemplate("{% if tools %}{{ my_style }}{% endif %}", {})
+    assert template.mentions("tools")
+    assert not template.mentions("tool")
+    assert not template.mentions("style")
+
+
 def test_refusal_of_the_template_reaches_the_caller():
     with pytest.raises(InvalidRequest, match="roles must alternate") as error:
         render("{{ raise_exception('roles must alternate') }}")

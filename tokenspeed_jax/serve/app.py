@@ -39,6 +39,7 @@ from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateReques
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
 from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
@@ -84,6 +85,7 @@ class ModelServer:
         self._name = config.served_model_name or engine.model_name
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
+        self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
         self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
 
@@ -109,7 +111,8 @@ class ModelServer:
 
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, ChatRequest, ChatReply, "chatcmpl-")
+        reply_type = partial(ChatReply, reply_format=self._format)
+        return await self._generate(request, ChatRequest, reply_type, "chatcmpl-")
 
     async def generate(self, request: Request) -> Response:
         """`POST /generate`."""
@@ -175,6 +178,8 @@ class ModelServer:
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
             params = parsed.params()
+            if isinstance(parsed, ChatRequest):
+                params = self._format.applied(params, parsed.offered_tools)
             return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
 
         parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)

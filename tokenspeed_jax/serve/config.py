@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from tokenspeed_jax.engine.config import about
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.text.transcripts import ReasoningFormat, ToolCallFormat, TranscriptFormat
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -52,6 +53,15 @@ class ServerConfig:
     drain_timeout: float = field(
         default=30.0, metadata=about("seconds that running requests get to finish after SIGTERM or SIGINT")
     )
+    enable_auto_tool_choice: bool = field(
+        default=False, metadata=about("let the model call tools; needs tool_call_parser")
+    )
+    tool_call_parser: ToolCallFormat | None = field(
+        default=None, metadata=about("how the model writes tool calls; needs enable_auto_tool_choice")
+    )
+    reasoning_parser: ReasoningFormat | None = field(
+        default=None, metadata=about("how the model marks its reasoning, which is then kept apart from the content")
+    )
     log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
 
@@ -81,7 +91,29 @@ class ServerConfig:
             raise ConfigError(
                 f"drain_timeout must be a number of seconds >= 0, got {self.drain_timeout}", field="drain_timeout"
             )
-        if self.log_level not in get_args(LogLevel):
+        self._check_parsers()
+        _check_choice("log_level", self.log_level, get_args(LogLevel))
+
+    def _check_parsers(self) -> None:
+        if self.tool_call_parser is not None:
+            _check_choice("tool_call_parser", self.tool_call_parser, get_args(ToolCallFormat))
+        if self.reasoning_parser is not None:
+            _check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningFormat))
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
-                f"log_level must be one of {', '.join(get_args(LogLevel))}, got {self.log_level!r}", field="log_level"
+                "enable_auto_tool_choice needs tool_call_parser, the format of the model's calls: one of "
+                + ", ".join(get_args(ToolCallFormat)),
+                field="enable_auto_tool_choice",
             )
+        if self.tool_call_parser is not None and not self.enable_auto_tool_choice:
+            raise ConfigError(
+                "tool_call_parser has no effect without enable_auto_tool_choice", field="tool_call_parser"
+            )
+        defect = TranscriptFormat(self.reasoning_parser, self.tool_call_parser).defect()
+        if defect is not None:
+            raise ConfigError(defect, field="tool_call_parser")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)

@@ -35,6 +35,8 @@ class ServedTokenizer(Protocol):
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str: ...
 
+    def chat_template_mentions(self, variable: str) -> bool: ...
+
 
 class ServedStats(Protocol):
     """`EngineStats`: gauges of now and totals since start."""

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -38,10 +39,15 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._special_tokens = dict(special_tokens)
+        self._words = frozenset(re.findall(r"\w+", source))
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template does not parse: {error}") from error
+
+    def mentions(self, variable: str) -> bool:
+        """Whether the template has the name of a variable in it, without which it cannot use it."""
+        return variable in self._words
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
         """The prompt's text.

@@ -133,6 +133,10 @@ class Tokenizer:
             raise InvalidRequest("this checkpoint has no chat template; send a text prompt", parameter="messages")
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
+    def chat_template_mentions(self, variable: str) -> bool:
+        """Whether the chat template may use a variable such as `tools`; False without a template."""
+        return self._chat_template is not None and self._chat_template.mentions(variable)
+
     def _token_id(self, special: Mapping[str, str], name: str) -> int | None:
         token = special.get(f"{name}_token")
         return None if token is None else self._backend.token_to_id(token)

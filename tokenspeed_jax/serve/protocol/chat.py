@@ -9,80 +9,16 @@ from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.serve.bodies import Neutral
 from tokenspeed_jax.serve.errors import ApiError
+from tokenspeed_jax.serve.protocol.conversation import ChatMessage, render_chat
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames, chat_logprobs
+from tokenspeed_jax.serve.protocol.message_deltas import MessageDeltas, whole_message
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
-from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals, is_flag
+from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals
+from tokenspeed_jax.serve.protocol.tools import Tool, ToolChoice, offered_tools
+from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 
-_RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
-
-
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A part of a message's content; only text can be served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message. Which roles exist, and in which order, is the chat template's to say."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    tool_calls: list[Any] | None = None
-    function_call: None = None
-
-    def __post_init__(self) -> None:
-        for field in ("tool_calls", "annotations"):
-            if getattr(self, field):
-                raise ApiError(f"messages: {field} is not supported", param="messages", code="unsupported_parameter")
-
-    def variables(self) -> dict[str, str]:
-        """The message as the template sees it; text parts are joined by line ends."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        shown = {"role": self.role, "content": content}
-        return shown if self.name is None else shown | {"name": self.name}
-
-
-def render_chat(
-    tokenizer: ServedTokenizer,
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    template_variables: Mapping[str, Any] | None,
-) -> str:
-    """The prompt text of a conversation.
-
-    Raises:
-        ApiError: 400 for no messages, a reserved template variable, no chat template, and whatever the template
-            itself refuses (a role it does not know, roles out of order).
-    """
-    if not messages:
-        raise ApiError("messages must not be empty", param="messages", code="invalid_value")
-    variables = dict(template_variables or {})
-    if taken := _RESERVED_VARIABLES & variables.keys():
-        raise ApiError(
-            f"chat_template_kwargs must not set {', '.join(sorted(taken))}",
-            param="chat_template_kwargs",
-            code="invalid_value",
-        )
-    if not tokenizer.has_chat_template:
-        raise ApiError(
-            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            [message.variables() for message in messages], add_generation_prompt=add_generation_prompt, **variables
-        )
-    except Exception as error:
-        # A template is a program of the checkpoint that runs on the client's messages: anything it raises says
-        # that it does not take them.
-        raise ApiError(
-            f"the chat template cannot render these messages: {error}", param="messages", code="chat_template_error"
-        ) from None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
@@ -92,20 +28,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         **COMMON_NEUTRAL_FIELDS,
         "best_of": lambda value, body: type(value) is int and value == (body.get("n") or 1),
         "echo": equals(False),
-        "tools": empty,
-        "tool_choice": equals("none", "auto"),
-        "parallel_tool_calls": is_flag,
         "functions": empty,
         "function_call": equals("none", "auto"),
         "response_format": equals({"type": "text"}),
         "modalities": equals(["text"]),
         "prediction": lambda _value, _body: False,
         "audio": lambda _value, _body: False,
-        "reasoning_effort": lambda _value, _body: False,
         "verbosity": lambda _value, _body: False,
         "web_search_options": lambda _value, _body: False,
-        "add_generation_prompt": equals(True),
-        "continue_final_message": equals(False),
     }
 
     messages: list[ChatMessage]
@@ -113,6 +43,22 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """The tools that the model may call. Raises `ApiError` as `tools.offered_tools` does."""
+        return offered_tools(self.tools, self.tool_choice)
+
+    @property
+    def continued(self) -> str | None:
+        """Text of the message that the reply continues, None when it begins one."""
+        return self.messages[-1].text if self.continue_final_message else None
 
     @property
     def names(self) -> dict[str, str]:
@@ -139,18 +85,40 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def prompt_token_ids(self, tokenizer: ServedTokenizer) -> list[list[int]]:
         """The conversation as one prompt; the template writes the special tokens itself."""
-        return [tokenizer.encode(render_chat(tokenizer, self.messages, True, self.chat_template_kwargs), False)]
+        text = render_chat(
+            tokenizer,
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            tools=self.offered_tools,
+            reasoning_effort=self.reasoning_effort,
+            variables=self.chat_template_kwargs,
+        )
+        return [tokenizer.encode(text, False)]
 
 
 class ChatReply:
     """Turns the deltas of one chat request into its body or its chunks."""
 
-    def __init__(self, head: ReplyHead, request: ChatRequest, params: SamplingParams, names: TokenNames) -> None:
+    def __init__(
+        self,
+        head: ReplyHead,
+        request: ChatRequest,
+        params: SamplingParams,
+        names: TokenNames,
+        reply_format: ReplyFormat,
+    ) -> None:
         self._head = head
+        self._request = request
         self._returns_ids = bool(request.return_token_ids)
         self._params = params
         self._names = names
-        self._opened: set[int] = set()
+        self._format = reply_format
+        self._open: dict[int, MessageDeltas] = {}
+
+    def _deltas(self, prompt_token_ids: Sequence[int]) -> MessageDeltas:
+        parser = self._format.parser(self._request.offered_tools, prompt_token_ids, self._request.continued)
+        return MessageDeltas(parser, allows_parallel=self._request.parallel_tool_calls is not False)
 
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON."""
@@ -163,30 +131,35 @@ class ChatReply:
         return msgspec.json.encode(body)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
+        deltas = self._deltas(choice.prompt_token_ids)
         whole = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": whole_message(deltas.push(choice.text, is_last=True)),
             "logprobs": self._logprobs_of(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": deltas.finish_reason(choice.finish_reason),
         }
         return whole | {"token_ids": choice.token_ids} if self._returns_ids else whole
 
     def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """The chunks that one delta of choice `index` becomes: the role first, then text, then the reason."""
+        """The chunks that one delta of choice `index` becomes: the role first, then text and calls, then the reason."""
         chunks = []
-        if index not in self._opened:
-            self._opened.add(index)
+        if index not in self._open:
+            self._open[index] = self._deltas(delta.prompt_token_ids)
             first = self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
             if self._returns_ids:
                 first["prompt_token_ids"] = delta.prompt_token_ids
             chunks.append(first)
-        if delta.text or (delta.token_ids and (self._params.logprobs or self._returns_ids)):
-            chunk = self._chunk(index, {"content": delta.text}, self._logprobs_of(delta), None)
-            if self._returns_ids:
+        grown = self._open[index].push(delta.text, is_last=delta.finish_reason is not None)
+        if not grown and delta.token_ids and (self._params.logprobs or self._returns_ids):
+            grown = [{"content": ""}]
+        for position, piece in enumerate(grown):
+            # What tokens bring beside their text is sent once, with the first that became of it.
+            chunk = self._chunk(index, piece, self._logprobs_of(delta) if position == 0 else None, None)
+            if self._returns_ids and position == 0:
                 chunk["choices"][0]["token_ids"] = delta.token_ids
             chunks.append(chunk)
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(index, {}, None, delta.finish_reason))
+            chunks.append(self._chunk(index, {}, None, self._open[index].finish_reason(delta.finish_reason)))
         return chunks
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:

@@ -21,11 +21,6 @@ def empty(value: Any, _body: Mapping[str, Any]) -> bool:
     return isinstance(value, list | dict | str) and not value
 
 
-def is_flag(value: Any, _body: Mapping[str, Any]) -> bool:
-    """Neutral whatever it says, as long as it is a boolean: it qualifies a feature that is absent."""
-    return isinstance(value, bool)
-
-
 COMMON_NEUTRAL_FIELDS: Mapping[str, Neutral] = {
     "service_tier": equals("auto", "default"),
     "store": equals(False),

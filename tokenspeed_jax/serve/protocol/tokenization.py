@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 
 from tokenspeed_jax.serve.errors import ApiError
-from tokenspeed_jax.serve.protocol.chat import ChatMessage, render_chat
+from tokenspeed_jax.serve.protocol.conversation import ChatMessage, render_chat
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames
+from tokenspeed_jax.serve.protocol.tools import Tool, offered_tools
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 
 
@@ -21,6 +22,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -29,11 +32,17 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("send either prompt or messages", param="prompt", code="invalid_value")
         if self.messages is not None:
-            generation = True if self.add_generation_prompt is None else self.add_generation_prompt
-            text = render_chat(tokenizer, self.messages, generation, self.chat_template_kwargs)
+            text = render_chat(
+                tokenizer,
+                self.messages,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=bool(self.continue_final_message),
+                tools=offered_tools(self.tools, None),
+                variables=self.chat_template_kwargs,
+            )
             special = bool(self.add_special_tokens)
         else:
-            for name in ("add_generation_prompt", "chat_template_kwargs"):
+            for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
                 if getattr(self, name) is not None:
                     raise ApiError(f"{name} needs messages", param=name, code="invalid_value")
             text = self.prompt or ""

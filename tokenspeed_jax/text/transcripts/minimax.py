@@ -1,0 +1,25 @@
+"""MiniMax-M2: `<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>...`."""
+
+from typing import ClassVar
+
+from tokenspeed_jax.text.transcripts.xml_calls import ToolSchemas, XmlParser, XmlTags
+
+_TAGS = XmlTags(
+    open="<minimax:tool_call>",
+    close="</minimax:tool_call>",
+    call_prefix='<invoke name="',
+    call_suffix='">',
+    call_close="</invoke>",
+    parameter_prefix='<parameter name="',
+    parameter_suffix='">',
+    parameter_close="</parameter>",
+)
+
+
+class MiniMaxM2Parser(XmlParser):
+    """See the file's docstring. One block holds all calls of a turn."""
+
+    markers: ClassVar[tuple[str, ...]] = _TAGS.all
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__(_TAGS, tools)
