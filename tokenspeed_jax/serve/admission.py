@@ -16,7 +16,7 @@ class OpenRequest(Protocol):
 
 
 class Admission:
-    """The server's door. Used on the event loop, apart from `drain`, which a signal handler may call.
+    """The server's door. Belongs to the event loop; `drain` may be called by a signal handler, and the checks anywhere.
 
     Attributes:
         open_requests: those that are in; each enters and leaves by itself.

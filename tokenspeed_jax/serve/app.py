@@ -171,10 +171,10 @@ class ModelServer:
         reply_type: Callable[..., AnyReply],
         id_prefix: str,
     ) -> Response:
-        # Before the prompt is tokenised, which is what a request costs that is refused below.
-        self._admission.check_room()
-
         def prepare(body: bytes) -> tuple[AnyRequest, SamplingParams, bool, list[list[int]]]:
+            # `open` has the last word; this spares a full server the tokenising. It comes behind the reading of the
+            # body, for a client that still sends would lose the reply.
+            self._admission.check_room()
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
             params = parsed.params()
