@@ -82,11 +82,15 @@ SchedulerConfig CallSequence::ChooseConfig() {
   config.max_scheduled_tokens = least + Below(30);
   config.max_batch_size = 1 + Below(6);
   config.decode_input_tokens = 1 + Below(3);
-  const int32_t switches = Below(32);
+  constexpr int32_t kSwitches = 32;
+  const int32_t choice = Below(8 * kSwitches);
+  const int32_t switches = choice % kSwitches;
   config.overlap_schedule_depth = switches & 1;
   config.enable_mixed_prefill_decode = (switches & 2) != 0;
   config.disable_prefix_cache = (switches & 12) == 12;
   config.enable_kv_cache_events = (switches & 16) != 0;
+  // Half of all schedulers have a host tier, from one parent to more than the device has.
+  if (const int32_t size = choice / kSwitches; size >= 4) config.num_host_pages = 2 + (size - 4) * (size - 4) * 6;
   config.prefix_replay_tokens = Below(3) * 3;
   config.max_overtaken_rounds = Below(4);
   config.max_kv_events = 1 + Below(64);
@@ -112,7 +116,8 @@ void CallSequence::Step() {
     case 4:
       return RetractOne();
     case 5:
-      return Below(3) > 0 ? Drain() : Clear();
+      if (Below(3) > 0) return Drain();
+      return config_.HasHostCache() && Below(2) == 0 ? ClearDevice() : Clear();
     case 6:
       weight_version_ = std::string(static_cast<std::size_t>(Below(2)), 'w');
       return Both([&](Scheduler& scheduler) { scheduler.SetWeightVersion(weight_version_); });
@@ -175,6 +180,17 @@ void CallSequence::Plan() {
     const std::string id = row.id;
     out_[id].push_back(
         Out{.incarnation = live_.at(id).incarnation, .round = plan.round_number, .row = std::move(row)});
+  }
+  counts_.blocks_loaded = device_.host().blocks_loaded();
+  if (!device_.host().UnderWay().empty()) EndCopies(static_cast<std::size_t>(Below(4)));
+}
+
+void CallSequence::EndCopies(std::size_t count) {
+  std::vector<uint32_t> ids = device_.host().UnderWay();
+  ids.resize(std::min(count, ids.size()));
+  for (const uint32_t id : ids) {
+    const ExecutionEvent event{{device_.host().End(id)}};
+    Both([&](Scheduler& scheduler) { scheduler.Advance(event); });
   }
 }
 
@@ -315,11 +331,25 @@ void CallSequence::Clear() {
   if (!clearable) return;
   Drain();
   Require(published_.empty(), "nothing is published of an empty cache");
+  Require(scheduler_.HostCachedBlocks() == 0, "a clear leaves the host nothing");
+  device_.host().Clear();
+}
+
+void CallSequence::ClearDevice() {
+  const int32_t kept = scheduler_.HostCachedBlocks();
+  const bool cleared = scheduler_.ClearDeviceCache();
+  Require(twin_.ClearDeviceCache() == cleared, "twins clear the same");
+  Require(scheduler_.HostCachedBlocks() == kept, "a clear of the device leaves the host alone");
+  if (!cleared) return;
+  counts_.clears_above_a_host += kept > 0 ? 1 : 0;
+  Drain();
+  Require(published_.empty(), "nothing is published of an empty device");
 }
 
 void CallSequence::RunOut() {
   for (int round = 0; round < 4000 && !live_.empty(); ++round) {
     Plan();
+    EndCopies(device_.host().UnderWay().size());
     const std::size_t keep = round % 2 == 0 && config_.overlap_schedule_depth > 0 ? 1 : 0;
     for (const std::string id : {"r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7", "r8", "r9"}) {
       while (out_.contains(id) && out_.at(id).size() > keep) {
@@ -331,6 +361,11 @@ void CallSequence::RunOut() {
     }
   }
   Require(live_.empty(), "everybody finishes");
+  // What the last ones leave may be copied down, which only the next plans tell of.
+  for (int round = 0; config_.HasHostCache() && round < 3; ++round) {
+    Plan();
+    EndCopies(device_.host().UnderWay().size());
+  }
   Both([&](Scheduler& scheduler) {
     scheduler.NextExecutionPlan();
     Require(scheduler.WaitingSize() + scheduler.PrefillingSize() + scheduler.DecodingSize() == 0, "nobody is left");
@@ -388,6 +423,10 @@ void CallSequence::CheckSame(const ExecutionPlan& plan, const ExecutionPlan& oth
   const auto same = [](const auto& a, const auto& b) { Require(a == b, "twins plan the same"); };
   same(plan.round_number, other.round_number);
   same(plan.pages_to_zero, other.pages_to_zero);
+  same(plan.write_back ? plan.write_back->dst_pages : std::vector<std::vector<int32_t>>(),
+       other.write_back ? other.write_back->dst_pages : std::vector<std::vector<int32_t>>());
+  same(plan.load_back ? plan.load_back->dst_pages : std::vector<std::vector<int32_t>>(),
+       other.load_back ? other.load_back->dst_pages : std::vector<std::vector<int32_t>>());
   same(batch.request_ids, twin.request_ids);
   same(batch.request_pool_indices, twin.request_pool_indices);
   same(batch.input_lengths, twin.input_lengths);
@@ -404,7 +443,8 @@ std::vector<int64_t> CallSequence::Gauges(const Scheduler& scheduler) const {
                                  scheduler.DecodingSize(),       scheduler.NumRetractions(),
                                  scheduler.EmptyLcmBlocks(),     scheduler.ActiveLcmBlocks(),
                                  scheduler.AvailableLcmBlocks(), scheduler.CanClearCache() ? 1 : 0,
-                                 scheduler.DroppedResidencyEvents()};
+                                 scheduler.DroppedResidencyEvents(), scheduler.HostCachedBlocks(),
+                                 scheduler.HostPinnedBlocks(),   scheduler.HostEmptyLcmBlocks()};
   for (const CacheGroupConfig& group : config_.cache_groups) {
     gauges.push_back(scheduler.GroupAvailablePages(group.group_id));
   }

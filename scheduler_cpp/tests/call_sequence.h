@@ -10,6 +10,7 @@
 //   plans the same ever after (I53, I54);
 // - a result lands on its own row: the token size of a request is what the right results make it, and those of rows
 //   whose request has ended change nothing;
+// - what the host tier keeps and gives back is what it was given, however late its copies end (simulated_host.h);
 // - residency events are consistent, and after a clear nothing is left published (I56);
 // - in the end everybody finishes, and every block returns (I50).
 //
@@ -42,6 +43,8 @@ struct CallCounts {
   int refusals = 0;
   int dropped_events = 0;
   int finished = 0;
+  int64_t blocks_loaded = 0;
+  int clears_above_a_host = 0;
 };
 
 class CallSequence {
@@ -81,6 +84,9 @@ class CallSequence {
   void RetractOne();
   void Drain();
   void Clear();
+  void ClearDevice();
+  // Ends so many of the copies between device and host, oldest first.
+  void EndCopies(std::size_t count);
 
   // Wrong calls (call_sequence_hostile.cpp): the twin is spared them.
   void Refused(const Call& call);

@@ -26,6 +26,8 @@ TEST(CallSequence, RandomCallsMeetEverythingThatTheyAreThereToTest) {
     met.refusals += calls.counts().refusals;
     met.dropped_events += calls.counts().dropped_events;
     met.finished += calls.counts().finished;
+    met.blocks_loaded += calls.counts().blocks_loaded;
+    met.clears_above_a_host += calls.counts().clears_above_a_host;
   }
   EXPECT_GT(met.plans_with_rows, 10000);
   EXPECT_GT(met.hits, 500);
@@ -34,6 +36,8 @@ TEST(CallSequence, RandomCallsMeetEverythingThatTheyAreThereToTest) {
   EXPECT_GT(met.refusals, 3000);
   EXPECT_GT(met.dropped_events, 50);
   EXPECT_GT(met.finished, 1000);
+  EXPECT_GT(met.blocks_loaded, 300);
+  EXPECT_GT(met.clears_above_a_host, 50);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ void SimulatedDevice::Submit(const std::string& id, std::vector<int32_t> tokens,
 }
 
 std::vector<SimulatedDevice::Row> SimulatedDevice::Run(const ExecutionPlan& plan) {
+  host_.StartStores(plan);
   for (const auto& [name, blocks] : plan.pages_to_zero) {
     std::size_t group = 0;
     while (config_.cache_groups[group].group_id != name) ++group;
@@ -26,6 +27,7 @@ std::vector<SimulatedDevice::Row> SimulatedDevice::Run(const ExecutionPlan& plan
       contents_.erase(first, contents_.lower_bound({group, block + 1, 0}));
     }
   }
+  host_.Load(plan);
   const ForwardBatch& batch = *plan.forward;
   std::vector<Row> rows;
   std::size_t first_input = 0;

@@ -15,11 +15,11 @@
 #include <map>
 #include <span>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "scheduler/execution_plan.h"
 #include "scheduler/scheduler_config.h"
+#include "tests/simulated_host.h"
 
 namespace tokenspeed::testing {
 
@@ -30,7 +30,9 @@ class SimulatedDevice {
  public:
   // `accept` says how many tokens of a decode step are accepted, 1 to decode_input_tokens.
   SimulatedDevice(const SchedulerConfig& config, std::function<int32_t()> accept)
-      : config_(config), accept_(std::move(accept)) {}
+      : config_(config), accept_(std::move(accept)), host_(config_, contents_) {}
+  SimulatedDevice(const SimulatedDevice&) = delete;
+  SimulatedDevice& operator=(const SimulatedDevice&) = delete;
 
   struct Row {
     std::string id;
@@ -45,8 +47,10 @@ class SimulatedDevice {
   void Forget(const std::string& id, std::size_t num_tokens) { requests_.at(id).tokens.resize(num_tokens); }
   void End(const std::string& id) { requests_.erase(id); }
 
-  // Executes a plan; returns its rows in order.
+  // Executes a plan; returns its rows in order. The plan's copies to and from the host are under way afterwards.
   std::vector<Row> Run(const ExecutionPlan& plan);
+  SimulatedHost& host() { return host_; }
+  const SimulatedHost& host() const { return host_; }
 
  private:
   struct Request {
@@ -74,7 +78,8 @@ class SimulatedDevice {
   SchedulerConfig config_;
   std::function<int32_t()> accept_;
   std::map<std::string, Request> requests_;
-  std::map<std::tuple<std::size_t, int32_t, int32_t>, uint64_t> contents_;  // (group, block, row in it)
+  Contents contents_;
+  SimulatedHost host_;
 };
 
 }  // namespace tokenspeed::testing

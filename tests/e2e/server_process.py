@@ -16,9 +16,12 @@ START_SECONDS = 300
 _READY = re.compile(r"Ready: (http://\S+)")
 
 
-def command(*options: str) -> list[str]:
+SERVE = ("-m", "tokenspeed_jax.serve")
+
+
+def command(*options: str, program: Sequence[str] = SERVE) -> list[str]:
     """The command line of a server with these options; -P: the installed package, not what the folder has."""
-    return [sys.executable, "-P", "-m", "tokenspeed_jax.serve", *options]
+    return [sys.executable, "-P", *program, *options]
 
 
 class ServerProcess:
@@ -27,13 +30,21 @@ class ServerProcess:
     Attributes:
         url: where it listens.
         output: lines it has printed so far, both streams together.
+
+    Args:
+        program: what Python runs: the server, or a script that starts it in a changed world.
     """
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], program: Sequence[str] = SERVE) -> None:
         self.output: list[str] = []
         self._urls: queue.Queue[str | None] = queue.Queue()
         self.process = subprocess.Popen(
-            command(*options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+            command(*options, program=program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -65,6 +76,10 @@ class ServerProcess:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code; a server that does not end is killed and fails the test."""
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code, once the server has ended by itself; one that does not end is killed and fails the test."""
         try:
             return self.process.wait(60)
         except subprocess.TimeoutExpired:

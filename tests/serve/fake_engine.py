@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tokenspeed_jax.engine.outputs import RequestDelta
+from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
@@ -75,6 +76,7 @@ class FakeEngine:
     Attributes:
         allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
         aborted: request ids given to `abort`.
+        num_queued_requests: what it says of its queue; it has none, everything runs at once.
     """
 
     model_name = "fake/model"
@@ -89,7 +91,9 @@ class FakeEngine:
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9
         self.is_healthy = True
+        self.num_queued_requests = 0
         self.submitted: list[tuple[list[int], SamplingParams]] = []
+        self.options: list[RequestOptions] = []
         self.aborted: list[str] = []
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
@@ -99,9 +103,10 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_token_ids, params, *, request_id=None, on_delta):
+    def submit(self, prompt_token_ids, params, *, request_id=None, priority=0, cache_salt=None, on_delta):
         if not self.is_healthy:
             raise EngineClosed("dead")
+        options = RequestOptions(priority, cache_salt)
         if not prompt_token_ids:
             raise InvalidRequest("the prompt is empty", parameter="prompt_token_ids")
         for token in prompt_token_ids:
@@ -114,6 +119,7 @@ class FakeEngine:
             raise InvalidRequest(f"max_tokens {params.max_tokens} is over {room}", parameter="max_tokens")
         with self._wake:
             self.submitted.append((prompt_token_ids, params))
+            self.options.append(options)
             for index in range(params.n):
                 script = self.script(prompt_token_ids, index)
                 self._samples.append(
@@ -125,10 +131,14 @@ class FakeEngine:
     def abort(self, request_id):
         with self._wake:
             self.aborted.append(request_id)
+        self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: str) -> None:
+        with self._wake:
             ended = [sample for sample in self._samples if sample.request_id == request_id]
             self._samples = [sample for sample in self._samples if sample.request_id != request_id]
         for sample in ended:
-            self._deliver(sample, [], "", "abort", None)
+            self._deliver(sample, [], "", reason, None)
 
     def allow(self, tokens: int) -> None:
         """Lets every sample reach this many tokens."""
@@ -137,11 +147,11 @@ class FakeEngine:
             self._wake.notify()
 
     def die(self, *, silently: bool = False) -> None:
-        """Becomes unhealthy; aborts what runs unless silent."""
+        """Fails; ends what runs with "error" unless silent."""
         self.is_healthy = False
         if not silently:
             for request_id in {sample.request_id for sample in self._samples}:
-                self.abort(request_id)
+                self._end(request_id, "error")
 
     def close(self) -> None:
         with self._wake:

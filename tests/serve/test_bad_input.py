@@ -40,6 +40,8 @@ WRONG_VALUES = [
     ("n", 0), ("n", 129), ("n", "1"), ("n", 2**80), ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
     ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": "x"}),
     ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", []), ("stream", "yes"), ("stream_options", {}),
+    ("priority", 1.5), ("priority", "1"), ("priority", True), ("priority", 2**31), ("priority", -(2**31) - 1),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", []),
     ("user", 5), ("skip_special_tokens", "no"), ("return_token_ids", 1),
     ("best_of", 3), ("echo", True), ("suffix", "x"), ("prompt_logprobs", 1), ("service_tier", "flex"),
     ("response_format", {"type": "json_object"}), ("use_beam_search", True), ("store", True),

@@ -82,16 +82,17 @@ def test_a_dying_engine_ends_every_request_with_an_error(
     engine.die(silently=silently)
     for thread in threads:
         thread.join(30)
-    assert replies[False].status_code == 503
-    assert replies[False].json()["error"]["code"] == "engine_unavailable"
+    assert replies[False].status_code == 500
+    assert replies[False].json()["error"]["code"] == "engine_failed"
     *_, last = [block for block in replies[True].text.split("\n\n") if block]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
     assert '"text":"Hello"' in replies[True].text
     assert "[DONE]" not in replies[True].text
 
     assert client.get("/health").status_code == 503
     refused = client.post("/v1/completions", json=BODY)
     assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_unavailable"
     assert set(refused.json()["error"]) == {"message", "type", "param", "code"}
 
 

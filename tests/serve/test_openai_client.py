@@ -67,7 +67,7 @@ def test_errors_become_the_clients_exceptions(openai_client: openai.OpenAI, engi
     stream = openai_client.completions.create(model="fake/model", prompt="abc", stream=True)
     assert next(stream).choices[0].text == "Hello"
     engine.die()
-    with pytest.raises(openai.APIError, match="engine is not running"):
+    with pytest.raises(openai.APIError, match="engine failed"):
         list(stream)
 
 

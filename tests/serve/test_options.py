@@ -34,14 +34,17 @@ def test_values_are_parsed_by_type() -> None:
     engine, server = parse_options(
         shlex.split(
             "--model m --max-model-len 512 --gpu-memory-utilization 0.5 --no-enable-prefix-caching --dtype bfloat16 "
-            "--block-size 32 --revision main --port 0 --api-key k --shutdown-grace-seconds 1.5 --access-log"
+            "--block-size 32 --revision main --port 0 --api-key k --drain-timeout 1.5 --access-log "
+            "--request-timeout 60 --max-queued-requests 8"
         )
     )
     assert engine == EngineConfig(
         model="m", max_model_len=512, gpu_memory_utilization=0.5, enable_prefix_caching=False, dtype="bfloat16",
         prefix_granularity=32, revision="main",
     )  # fmt: skip
-    assert server == ServerConfig(port=0, api_key="k", shutdown_grace_seconds=1.5, access_log=True)
+    assert server == ServerConfig(
+        port=0, api_key="k", drain_timeout=1.5, access_log=True, request_timeout=60.0, max_queued_requests=8
+    )
     assert parse_options(["--model", "m", "--enable-prefix-caching"])[0].enable_prefix_caching
 
 
@@ -73,7 +76,11 @@ def test_values_are_parsed_by_type() -> None:
             ["--model", "m", "--enable-auto-tool-choice", "--tool-call-parser", "openai"],
             ["--tool-call-parser", "openai_gptoss"],
         ),
-        (["--model", "m", "--shutdown-grace-seconds", "inf"], ["--shutdown-grace-seconds", "inf"]),
+        (["--model", "m", "--drain-timeout", "inf"], ["--drain-timeout", "inf"]),
+        (["--model", "m", "--drain-timeout", "-1"], ["--drain-timeout", "-1"]),
+        (["--model", "m", "--request-timeout", "0"], ["--request-timeout", "0"]),
+        (["--model", "m", "--request-timeout", "nan"], ["--request-timeout", "nan"]),
+        (["--model", "m", "--max-queued-requests", "0"], ["--max-queued-requests", "positive", "0"]),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_option(

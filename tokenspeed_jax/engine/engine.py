@@ -17,6 +17,7 @@ from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
+from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
@@ -100,11 +101,18 @@ class Engine:
         """False once the engine is closed or its step loop has died."""
         return self._loop.is_healthy
 
+    @property
+    def num_queued_requests(self) -> int:
+        """Requests that wait to be started for the first time. What was retracted waits too, but does not count."""
+        return self._loop.num_queued_requests
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generates for every prompt and waits for all of them.
@@ -112,6 +120,8 @@ class Engine:
         Args:
             prompts: one prompt or a list of them; each is text, token ids or chat messages.
             params: one for all, or one per prompt.
+            priority: one for all, or one per prompt; the lower, the earlier served (see `RequestOptions`).
+            cache_salt: share the prefix cache only with requests of the same salt.
 
         Returns:
             One output per prompt, in order.
@@ -122,18 +132,21 @@ class Engine:
         """
         batch = _as_batch(prompts)
         each = _params_per_prompt(params, len(batch))
-        requests = [(self._token_ids(prompt), item) for prompt, item in zip(batch, each, strict=True)]
-        for token_ids, item in requests:
+        options = _options_per_prompt(priority, cache_salt, len(batch))
+        requests = [
+            (self._token_ids(prompt), item, option) for prompt, item, option in zip(batch, each, options, strict=True)
+        ]
+        for token_ids, item, _ in requests:
             self._check(token_ids, item)
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             collectors = []
-            for token_ids, item in requests:
+            for token_ids, item, option in requests:
                 collector = RequestCollector(item, on_finish=bar.update)
-                collector.request_id = self.submit(token_ids, item, on_delta=collector.push)
+                collector.request_id = self._submit(token_ids, item, option, None, collector.push)
                 collectors.append(collector)
             outputs = [collector.wait() for collector in collectors]
-        aborted = any(sample.finish_reason == "abort" for output in outputs for sample in output.samples)
-        if aborted and not self.is_healthy:
+        cut = any(sample.finish_reason in ("abort", "error") for output in outputs for sample in output.samples)
+        if cut and not self.is_healthy:
             raise EngineClosed("the engine ended while generating") from self._loop.failure
         return outputs
 
@@ -143,16 +156,32 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         """Submits one request and returns its id.
 
         Args:
-            on_delta: receives every delta, on the engine's thread; it must not block.
+            priority: the lower, the earlier served (see `RequestOptions`).
+            cache_salt: share the prefix cache only with requests of the same salt.
+            on_delta: receives every delta, on the engine's thread; it must not block. Each sample's last one has a
+                `finish_reason`; "error" says that the engine failed.
 
         Raises:
             InvalidRequest: the request is refused; nothing was changed.
+            EngineClosed: the engine was closed or has failed.
         """
+        return self._submit(prompt_token_ids, params, RequestOptions(priority, cache_salt), request_id, on_delta)
+
+    def _submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        request_id: str | None,
+        on_delta: Callable[[RequestDelta], None],
+    ) -> str:
         prompt = list(prompt_token_ids)
         max_tokens = self._check(prompt, params)
         serial = next(self._serial)
@@ -160,6 +189,7 @@ class Engine:
             request_id=self._claim_id(request_id, serial),
             prompt_token_ids=prompt,
             params=params,
+            options=options,
             max_tokens=max_tokens,
             on_delta=on_delta,
         )
@@ -175,13 +205,24 @@ class Engine:
         return request.request_id
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestDelta]:
         """Yields a request's deltas as they land; leaving the iteration early aborts the request.
 
+        Args:
+            priority, cache_salt: as in `submit`.
+
         Raises:
             InvalidRequest: the request is refused.
+            EngineClosed: the engine was closed, or failed while it generated.
         """
+        options = RequestOptions(priority, cache_salt)
         params = params or SamplingParams()
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RequestDelta] = asyncio.Queue()
@@ -190,12 +231,14 @@ class Engine:
             loop.call_soon_threadsafe(queue.put_nowait, delta)
 
         token_ids = await asyncio.to_thread(self._token_ids, prompt)
-        request_id = self.submit(token_ids, params, request_id=request_id, on_delta=push)
+        request_id = self._submit(token_ids, params, options, request_id, push)
         running = params.n
         try:
             while running:
                 delta = await queue.get()
                 running -= delta.finish_reason is not None
+                if delta.finish_reason == "error":
+                    raise EngineClosed("the engine failed while generating") from self._loop.failure
                 yield delta
         finally:
             if running:
@@ -317,10 +360,23 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
     return list(params)
 
 
+def _options_per_prompt(priority: int | Sequence[int], cache_salt: str | None, count: int) -> list[RequestOptions]:
+    if not isinstance(priority, Sequence):
+        return [RequestOptions(priority, cache_salt)] * count
+    if len(priority) != count:
+        raise InvalidRequest(
+            f"priority must be one, or one per prompt ({count}), got {len(priority)}", parameter="priority"
+        )
+    return [RequestOptions(item, cache_salt) for item in priority]
+
+
 def _spec(sample: SampleState) -> scheduling.RequestSpec:
     spec = scheduling.RequestSpec()
     spec.request_id = sample.scheduler_id
     spec.tokens = sample.request.prompt_token_ids
+    options = sample.request.options
+    spec.priority = options.priority
+    spec.cache_salt = options.cache_salt or ""
     # An undeclared budget reserves nothing ahead: most replies end long before the context does.
     spec.max_new_tokens = sample.params.max_tokens or 0
     # The prompt is computed for the first sample alone.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import numpy as np
@@ -48,7 +49,8 @@ class StepLoop:
     """Runs requests to their end on a thread of its own.
 
     Thread-safe: `submit`, `abort`, `call`, `close`, and the read-only properties. Deltas are delivered on the loop's
-    thread. After an internal error every request fails with `EngineClosed` and the loop ends.
+    thread. After an internal error every request finishes with "error" and the loop ends: a step that failed half-way
+    leaves donated buffers behind that nobody can vouch for.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StepLoop:
         self._in_flight: deque[_InFlight] = deque()
         self._samples: dict[str, SampleState] = {}
         self._requests: dict[str, RequestState] = {}
+        self._queued: set[str] = set()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
         self._thread = threading.Thread(target=self._run, name="tokenspeed-step-loop", daemon=True)
@@ -88,6 +91,11 @@ class StepLoop:
     def failure(self) -> BaseException | None:
         """What ended the loop, if it was not `close`."""
         return self._failure
+
+    @property
+    def num_queued_requests(self) -> int:
+        """Requests none of whose samples has started yet, those in the inbox included."""
+        return len(self._queued)
 
     def submit(self, request: RequestState, specs: list[scheduling.RequestSpec]) -> None:
         """Queues a validated request; `specs[i]` is the scheduler's view of `request.samples[i]`."""
@@ -111,8 +119,12 @@ class StepLoop:
 
     def _post(self, command: _Submission | Callable[[], None]) -> None:
         with self._wake:
-            if self._closing or self._failure is not None:
-                raise EngineClosed("the engine is closed") from self._failure
+            if self._failure is not None:
+                raise EngineClosed("the engine has failed") from self._failure
+            if self._closing:
+                raise EngineClosed("the engine is closed")
+            if isinstance(command, _Submission):
+                self._queued.add(command.request.request_id)
             self._inbox.append(command)
             self._wake.notify()
 
@@ -121,7 +133,7 @@ class StepLoop:
             while self._take_commands():
                 self._turn()
         except BaseException as error:
-            _LOG.exception("the step loop died")
+            _LOG.exception("a step failed; the engine ends and every request with it")
             self._failure = error
         finally:
             with self._wake:
@@ -129,9 +141,10 @@ class StepLoop:
                 left = [item.request for item in self._inbox if isinstance(item, _Submission)]
                 self._inbox.clear()
             # What is still queued never reached the scheduler; it ends like what runs.
-            self._requests.update((request.request_id, request) for request in left)
-            for request_id in list(self._requests):
-                self._deliver_abort(request_id)
+            for request in left:
+                self._register(request)
+            for request in list(self._requests.values()):
+                self._deliver_end(request, "abort" if self._failure is None else "error")
             self._in_flight.clear()
 
     def _take_commands(self) -> bool:
@@ -142,9 +155,9 @@ class StepLoop:
                     self._wake.wait()
                 if self._closing:
                     return False
-                commands = list(self._inbox)
-                self._inbox.clear()
-            for command in commands:
+            # One by one: if a command fails, those behind it are still there to be answered.
+            for _ in range(len(self._inbox)):
+                command = self._inbox.popleft()
                 if isinstance(command, _Submission):
                     self._admit(command)
                 else:
@@ -153,10 +166,12 @@ class StepLoop:
                 return True
 
     def _admit(self, submission: _Submission) -> None:
-        request = submission.request
+        self._register(submission.request)
+        self._scheduler.submit_requests(submission.specs)
+
+    def _register(self, request: RequestState) -> None:
         self._requests[request.request_id] = request
         self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
-        self._scheduler.submit_requests(submission.specs)
 
     def _turn(self) -> None:
         plan = self._scheduler.next_execution_plan()
@@ -200,6 +215,7 @@ class StepLoop:
             if self._slot_owner.get(slots[index]) is sample:
                 continue
             self._slot_owner[slots[index]] = sample
+            self._queued.discard(sample.request.request_id)
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
                 self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
@@ -228,6 +244,7 @@ class StepLoop:
         self._samples.pop(sample.scheduler_id, None)
         if sample.request.finished:
             self._requests.pop(sample.request.request_id, None)
+            self._queued.discard(sample.request.request_id)
 
     def _abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -241,13 +258,16 @@ class StepLoop:
                 events.add_event(event)
         self._scheduler.advance(events)
         self._stats.observe_scheduler(self._scheduler)
-        self._deliver_abort(request_id)
+        self._deliver_end(request, "abort")
 
-    def _deliver_abort(self, request_id: str) -> None:
-        for sample in self._requests[request_id].samples:
-            if not sample.finished:
+    def _deliver_end(self, request: RequestState, reason: Literal["abort", "error"]) -> None:
+        for sample in request.samples:
+            # Not by `finished`: a failed landing may have found an end that it never delivered.
+            if sample.scheduler_id in self._samples:
                 sample.finished = True
-                self._deliver(sample, sample.delta([], sample.stop.flush(), "abort"))
+                # After a failure the decoder may be what failed, and asking it again must not cost others their end.
+                text = sample.stop.flush() if reason == "abort" else ""
+                self._deliver(sample, sample.delta([], text, reason))
 
     def _count_empty_round(self) -> None:
         """Retraction may take a few rounds that run nothing; anything longer is a bug that must not spin forever."""

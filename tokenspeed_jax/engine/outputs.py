@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 TopLogprobs = dict[int, float]
 """Token id to log-probability, most probable first."""
 
@@ -15,7 +15,8 @@ class Sample:
     Attributes:
         token_ids: generated ids, the stop token included when one ended the sample.
         text: `token_ids` decoded, without special tokens and without the stop string that ended it.
-        finish_reason: "stop" (stop string, stop id or end of sequence), "length" or "abort".
+        finish_reason: "stop" (stop string, stop id or end of sequence), "length", "abort", or "error" when the engine
+            failed under it.
         stop_reason: the stop string or stop id that matched; None for end of sequence and other reasons.
         logprobs: natural log-probability of each token under the model, before temperature, penalties,
             bias and truncation; None unless asked for.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.stop import StopChecker
@@ -93,6 +94,7 @@ class RequestState:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    options: RequestOptions
     max_tokens: int
     on_delta: DeltaSink
     samples: list[SampleState] = field(default_factory=list)

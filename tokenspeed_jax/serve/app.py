@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
+from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.bodies import parse_body, read_body
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.errors import (
     ApiError,
-    engine_unavailable,
     model_not_found,
     on_api_error,
     on_http_error,
@@ -51,9 +51,13 @@ _JSON = "application/json"
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(engine: ServedEngine, config: ServerConfig) -> Starlette:
-    """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it)."""
-    server = ModelServer(engine, config)
+def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission | None = None) -> Starlette:
+    """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it).
+
+    Args:
+        admission: for those who end the server from outside; left out, the application makes its own.
+    """
+    server = ModelServer(engine, config, admission or Admission(engine, config.max_queued_requests))
     middleware = [] if config.api_key is None else [Middleware(ApiKeyCheck, key=config.api_key)]
     app = Starlette(
         routes=server.routes(),
@@ -95,15 +99,16 @@ class ApiKeyCheck:
 class ModelServer:
     """The handlers of one engine's routes."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig, admission: Admission) -> None:
         self._engine = engine
         self._config = config
+        self._admission = admission
         self._name = config.served_model_name or engine.model_name
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
         self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
-        self.bridge = DeltaBridge(engine, self._metrics)
+        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -137,9 +142,8 @@ class ModelServer:
         return _json(self._card())
 
     async def health(self, _request: Request) -> Response:
-        """`GET /health`: 200 while the engine serves."""
-        if not self._engine.is_healthy:
-            raise engine_unavailable()
+        """`GET /health`: 200 while new requests are taken."""
+        self._admission.check_serving()
         return _json({"status": "ok"})
 
     async def metrics(self, _request: Request) -> Response:
@@ -181,6 +185,9 @@ class ModelServer:
         id_prefix: str,
     ) -> Response:
         def prepare(body: bytes) -> tuple[CompletionRequest | ChatRequest, SamplingParams, bool, list[list[int]]]:
+            # `open` has the last word; this spares a full server the tokenising. It comes behind the reading of the
+            # body, for a client that still sends would lose the reply.
+            self._admission.check_room()
             parsed = parse_body(body, body_type)
             self._check_model(parsed.model)
             params = parsed.params()
@@ -193,7 +200,13 @@ class ModelServer:
         head = ReplyHead(reply_id, self._name, int(time.time()), includes_usage)
         reply = reply_type(head, parsed, params, self._names)
         generation = self.bridge.open(
-            prompts, params, request_id=reply_id, keeps_output=not parsed.stream, renamed=parsed.names
+            prompts,
+            params,
+            request_id=reply_id,
+            keeps_output=not parsed.stream,
+            renamed=parsed.names,
+            priority=parsed.priority or 0,
+            cache_salt=parsed.cache_salt,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:

@@ -2,20 +2,23 @@
 
 import json
 import logging
-import signal
+import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
-
-import uvicorn
+from typing import Protocol
 
 from tokenspeed_jax.errors import CheckpointError, ConfigError
+from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.http_server import ENGINE_FAILED, HttpServer
 from tokenspeed_jax.serve.options import option_name, parse_options
 from tokenspeed_jax.serve.served_engine import ServedEngine
 
-_KEEP_ALIVE_SECONDS = 75
+_CLOSE_SECONDS = 20
+"""Time for the engine to end its last step."""
 _INTERRUPTED = 130
 
 
@@ -24,11 +27,11 @@ class ListenError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until SIGINT or SIGTERM.
+    """Runs the server until SIGINT or SIGTERM, or until its engine fails.
 
     Returns:
         The exit code: 0 after a signal; 1 when the port is taken or the checkpoint cannot be used; 2 for an option
-        that is wrong or does not fit the checkpoint or the machine.
+        that is wrong or does not fit the checkpoint or the machine; `ENGINE_FAILED` after a failed step.
     """
     engine_config, config = parse_options(argv)
     # Only our own messages go down to the chosen level; libraries speak up from warnings on.
@@ -42,15 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tokenspeed_jax.engine.engine import Engine
 
         try:
-            with Engine(engine_config) as engine:
-                serve(engine, config, listener)
+            engine = Engine(engine_config)
+            try:
+                return serve(engine, config, listener)
+            finally:
+                close(engine)
         except ConfigError as error:
             return _fail(f"argument {option_name(error.field)}: {error}" if error.field else str(error), 2)
         except (CheckpointError, ListenError) as error:
             return _fail(str(error), 1)
         except KeyboardInterrupt:
             return _INTERRUPTED
-    return 0
 
 
 def _fail(message: str, code: int) -> int:
@@ -86,48 +91,39 @@ def _cannot_listen(config: ServerConfig, error: OSError) -> ListenError:
     return ListenError(f"--port {config.port}: cannot listen on {config.host}: {reason}; choose another port or host")
 
 
-def serve(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -> None:
-    """Serves until a signal; running requests then have `shutdown_grace_seconds` to finish.
+def serve(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -> int:
+    """Serves until a signal, after which running requests have `drain_timeout` to finish, or until the engine fails.
+
+    Returns:
+        0 after a signal, `ENGINE_FAILED` after a failure.
 
     Raises:
         ListenError: another process began to listen on the port in the meantime.
     """
-    server = AnnouncingServer(
-        uvicorn.Config(
-            create_app(engine, config),
-            log_config=None,
-            access_log=config.access_log,
-            log_level=config.log_level,
-            lifespan="on",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=config.shutdown_grace_seconds,  # pyright: ignore[reportArgumentType]
-        ),
-        announcement(engine, config, listener),
-    )
-    # uvicorn raises the signal that stopped it once more when it is done, to whoever handled it before; the engine
-    # still has to be closed then.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    admission = Admission(engine, config.max_queued_requests)
+    app = create_app(engine, config, admission)
+    server = HttpServer(app, config, admission, announcement(engine, config, listener))
     try:
         server.run(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(config, error) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return server.exit_code
 
 
-class AnnouncingServer(uvicorn.Server):
-    """Prints `announcement` once it accepts connections."""
+class Closable(Protocol):
+    """An engine, as far as ending it goes."""
 
-    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
-        super().__init__(config)
-        self._announcement = announcement
+    def close(self) -> None: ...
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(self._announcement, flush=True)
+
+def close(engine: Closable, seconds: float = _CLOSE_SECONDS) -> None:
+    """Closes the engine. A step that does not come back from the device in time ends the process: it would hold it
+    for ever otherwise."""
+    watchdog = threading.Timer(seconds, os._exit, (ENGINE_FAILED,))
+    watchdog.daemon = True
+    watchdog.start()
+    engine.close()
+    watchdog.cancel()
 
 
 def announcement(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -> str:

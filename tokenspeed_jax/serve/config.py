@@ -24,8 +24,15 @@ class ServerConfig:
         default=None, metadata=about("require `Authorization: Bearer KEY` on all but /health and /metrics")
     )
     max_body_bytes: int = field(default=16 * 1024 * 1024, metadata=about("largest request body"))
-    shutdown_grace_seconds: float = field(
-        default=30.0, metadata=about("time that running requests get to finish after SIGTERM or SIGINT")
+    max_queued_requests: int = field(
+        default=4096, metadata=about("most requests that may wait to be started; further ones are answered 429")
+    )
+    request_timeout: float | None = field(
+        default=None,
+        metadata=about("seconds after which a request is aborted and answered 504, its time in the queue included"),
+    )
+    drain_timeout: float = field(
+        default=30.0, metadata=about("seconds that running requests get to finish after SIGTERM or SIGINT")
     )
     enable_auto_tool_choice: bool = field(
         default=False, metadata=about("let the model call tools; needs tool_call_parser")
@@ -49,10 +56,17 @@ class ServerConfig:
                 raise ConfigError(f"{name} must not be empty", field=name)
         if self.max_body_bytes <= 0:
             raise ConfigError(f"max_body_bytes must be positive, got {self.max_body_bytes}", field="max_body_bytes")
-        if not math.isfinite(self.shutdown_grace_seconds) or self.shutdown_grace_seconds < 0:
+        if self.max_queued_requests <= 0:
             raise ConfigError(
-                f"shutdown_grace_seconds must be a number of seconds >= 0, got {self.shutdown_grace_seconds}",
-                field="shutdown_grace_seconds",
+                f"max_queued_requests must be positive, got {self.max_queued_requests}", field="max_queued_requests"
+            )
+        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
+            raise ConfigError(
+                f"request_timeout must be a number of seconds > 0, got {self.request_timeout}", field="request_timeout"
+            )
+        if not 0 <= self.drain_timeout < math.inf:
+            raise ConfigError(
+                f"drain_timeout must be a number of seconds >= 0, got {self.drain_timeout}", field="drain_timeout"
             )
         self._check_parsers()
         _check_choice("log_level", self.log_level, get_args(LogLevel))

@@ -10,6 +10,9 @@ from starlette.responses import Response
 
 from tokenspeed_jax.errors import InvalidRequest
 
+_RETRY_QUEUE_SECONDS = "1"
+_RETRY_DRAINING_SECONDS = "5"
+
 
 class ApiError(Exception):
     """A refusal with its HTTP status.
@@ -59,13 +62,57 @@ def model_not_found(name: str, served: str) -> ApiError:
     )
 
 
+def engine_failed() -> ApiError:
+    """500: a step failed, and this request with it."""
+    return ApiError(
+        "the engine failed while it served this request; see the server's log",
+        status=500,
+        kind="server_error",
+        code="engine_failed",
+    )
+
+
 def engine_unavailable() -> ApiError:
-    """503: the engine was closed or its step loop died."""
+    """503: the engine was closed or has failed, and takes no request any more."""
     return ApiError(
         "the engine is not running; see the server's log",
         status=503,
         kind="service_unavailable_error",
         code="engine_unavailable",
+    )
+
+
+def server_draining() -> ApiError:
+    """503: the server was told to stop and only finishes what runs."""
+    return ApiError(
+        "the server is stopping and takes no new requests",
+        status=503,
+        kind="service_unavailable_error",
+        code="server_draining",
+        headers={"retry-after": _RETRY_DRAINING_SECONDS},
+    )
+
+
+def queue_full(limit: int) -> ApiError:
+    """429: as many requests wait as the server was told to keep."""
+    return ApiError(
+        f"{limit} requests are waiting already, the limit of --max-queued-requests; try again later",
+        status=429,
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"retry-after": _RETRY_QUEUE_SECONDS},
+    )
+
+
+def request_timed_out(seconds: float) -> ApiError:
+    """504: the request was not complete within the server's limit, and was aborted."""
+    return ApiError(
+        f"the request was not complete after {seconds:g} s, the limit of --request-timeout",
+        status=504,
+        kind="timeout_error",
+        code="request_timeout",
+        # OpenAI's clients send it again otherwise, and what was too long once will be too long again.
+        headers={"x-should-retry": "false"},
     )
 
 

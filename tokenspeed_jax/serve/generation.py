@@ -15,7 +15,15 @@ from functools import partial
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest
-from tokenspeed_jax.serve.errors import ApiError, engine_unavailable, refusal, request_aborted
+from tokenspeed_jax.serve.admission import Admission
+from tokenspeed_jax.serve.errors import (
+    ApiError,
+    engine_failed,
+    engine_unavailable,
+    refusal,
+    request_aborted,
+    request_timed_out,
+)
 from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.protocol.reply import Choice
 from tokenspeed_jax.serve.served_engine import ServedEngine
@@ -26,13 +34,16 @@ _HEALTH_CHECK_SECONDS = 0.5
 class DeltaBridge:
     """Hands deltas from the engine's thread to the generations that wait for them on one event loop."""
 
-    def __init__(self, engine: ServedEngine, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, engine: ServedEngine, metrics: ServerMetrics, admission: Admission, request_timeout: float | None
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._admission = admission
+        self._request_timeout = request_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: deque[tuple[Generation, int, RequestDelta, float]] = deque()
         self._is_scheduled = False
-        self._open: set[Generation] = set()
 
     @contextlib.asynccontextmanager
     async def attached(self) -> AsyncIterator[None]:
@@ -46,12 +57,11 @@ class DeltaBridge:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _watch_health(self) -> None:
-        # A dying engine aborts its requests, but one that hangs in the attempt must not leave clients waiting.
+        # A failing engine ends its requests, but one that hangs in the attempt must not leave clients waiting.
         while True:
             await asyncio.sleep(_HEALTH_CHECK_SECONDS)
-            if not self._engine.is_healthy:
-                for generation in list(self._open):
-                    generation.fail(engine_unavailable())
+            if self._admission.engine_has_failed:
+                self._admission.fail_all(engine_failed())
 
     def deliver(self, generation: "Generation", prompt_index: int, delta: RequestDelta) -> None:
         """Takes one delta; called on the engine's thread, never blocks, never raises."""
@@ -77,27 +87,33 @@ class DeltaBridge:
         request_id: str,
         keeps_output: bool,
         renamed: dict[str, str],
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> "Generation":
         """Submits every prompt of one HTTP request, or none.
 
         Args:
             keeps_output: whether the choices keep text and tokens, as a reply in one piece needs.
             renamed: engine parameters that the client knows by another name.
+            priority, cache_salt: as in `Engine.submit`.
 
         Raises:
-            ApiError: 400 for what the engine refuses, 503 when it is not running.
+            ApiError: 400 for what the engine refuses, 429 when the queue is full, 503 when the engine is not running
+                or the server is stopping.
         """
+        self._admission.check_room()
         generation = Generation(
             self._engine, self._metrics, prompts, params, request_id=request_id, keeps_output=keeps_output
         )
-        generation.on_close = partial(self._open.discard, generation)
-        self._open.add(generation)
+        self._track(generation)
         try:
             for index, prompt in enumerate(prompts):
                 self._engine.submit(
                     prompt,
                     params,
                     request_id=generation.engine_id(index),
+                    priority=priority,
+                    cache_salt=cache_salt,
                     on_delta=partial(self.deliver, generation, index),
                 )
         except InvalidRequest as error:
@@ -110,6 +126,21 @@ class DeltaBridge:
             generation.close()
             raise
         return generation
+
+    def _track(self, generation: "Generation") -> None:
+        """Keeps the generation where it can be failed, and fails it when its time is over, until it is closed."""
+        deadline: asyncio.TimerHandle | None = None
+        if self._request_timeout is not None:
+            error = request_timed_out(self._request_timeout)
+            deadline = asyncio.get_running_loop().call_later(self._request_timeout, generation.fail, error)
+
+        def forget() -> None:
+            self._admission.open_requests.discard(generation)
+            if deadline is not None:
+                deadline.cancel()
+
+        generation.on_close = forget
+        self._admission.open_requests.add(generation)
 
 
 class Generation:
@@ -154,8 +185,8 @@ class Generation:
         """Takes one delta that reached the server at monotonic time `arrived`."""
         if self._is_closed or self._failure is not None:
             return
-        if delta.finish_reason == "abort":
-            self.fail(request_aborted() if self._engine.is_healthy else engine_unavailable())
+        if delta.finish_reason in ("abort", "error"):
+            self.fail(engine_failed() if delta.finish_reason == "error" else request_aborted())
             return
         index = prompt_index * self._n + delta.sample_index
         self.choices[index].push(delta)
@@ -168,8 +199,14 @@ class Generation:
         self._wake.set()
 
     def fail(self, error: ApiError) -> None:
-        """Ends `batches` with `error`, after what has arrived so far."""
-        self._failure = self._failure or error
+        """Ends `batches` with `error`, after what has arrived so far; does nothing once every choice has finished.
+
+        The engine is told at once: who reads the batches may be waiting for a client that does not read.
+        """
+        if self._failure is not None or self._unfinished == 0:
+            return
+        self._failure = error
+        self._abort()
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, RequestDelta]]]:
@@ -201,9 +238,11 @@ class Generation:
             return
         self._is_closed = True
         self.on_close()
-        if self._unfinished == 0:
-            return
+        if self._unfinished and self._failure is None:
+            self._abort()
+
+    def _abort(self) -> None:
         for index in range(self._num_prompts):
-            # A closed engine has aborted everything already.
+            # An engine that is closed or has failed has ended everything already.
             with contextlib.suppress(EngineClosed):
                 self._engine.abort(self.engine_id(index))

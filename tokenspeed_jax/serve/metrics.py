@@ -55,7 +55,7 @@ class EngineCollector(Collector):
         finished = CounterMetricFamily(
             PREFIX + "request_finished", "samples that ended, by reason", labels=["model_name", "finished_reason"]
         )
-        for reason in sorted({"stop", "length", "abort"} | set(stats.finished)):
+        for reason in sorted({"stop", "length", "abort", "error"} | set(stats.finished)):
             finished.add_metric([self._model, reason], stats.finished.get(reason, 0))
         yield finished
 

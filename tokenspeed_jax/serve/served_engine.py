@@ -84,12 +84,17 @@ class ServedEngine(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
+    @property
+    def num_queued_requests(self) -> int: ...
+
     def submit(
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         """Queues one prompt; raises `InvalidRequest` or `EngineClosed` and then has changed nothing."""

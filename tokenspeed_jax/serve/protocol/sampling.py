@@ -30,7 +30,6 @@ COMMON_NEUTRAL_FIELDS: Mapping[str, Neutral] = {
     "include_stop_str_in_output": equals(False),
     "spaces_between_special_tokens": equals(True),
     "prompt_logprobs": lambda _value, _body: False,
-    "priority": equals(0),
 }
 """Fields that clients send although they ask for nothing; null is neutral for each."""
 
@@ -51,7 +50,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both endpoints; null means the default. `return_token_ids` is vLLM's extension."""
+    """Fields of both endpoints; null means the default. `return_token_ids`, `priority` and `cache_salt` are vLLM's
+    extensions."""
 
     neutral_fields: ClassVar[Mapping[str, Neutral]] = COMMON_NEUTRAL_FIELDS
 
@@ -75,6 +75,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     user: str | None = None
 
     @property
