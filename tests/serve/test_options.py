@@ -68,11 +68,6 @@ def test_values_are_parsed_by_type() -> None:
         (["--model", "m", "--warmup", "yes"], ["yes"]),
         (["--model", "m", "--api-key", ""], ["--api-key", "empty"]),
         (["--model", ""], ["--model", "empty"]),
-        (["--model", "m", "--drain-timeout", "inf"], ["--drain-timeout", "inf"]),
-        (["--model", "m", "--drain-timeout", "-1"], ["--drain-timeout", "-1"]),
-        (["--model", "m", "--request-timeout", "0"], ["--request-timeout", "0"]),
-        (["--model", "m", "--request-timeout", "nan"], ["--request-timeout", "nan"]),
-        (["--model", "m", "--max-queued-requests", "0"], ["--max-queued-requests", "positive", "0"]),
         (["--model", "m", "--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "tool_call_parser", "hermes"]),
         (["--model", "m", "--tool-call-parser", "hermes"], ["--tool-call-parser", "enable_auto_tool_choice"]),
         (["--model", "m", "--tool-call-parser", "x"], ["--tool-call-parser", "hermes", "'x'"]),
@@ -81,6 +76,11 @@ def test_values_are_parsed_by_type() -> None:
             ["--model", "m", "--enable-auto-tool-choice", "--tool-call-parser", "openai"],
             ["--tool-call-parser", "openai_gptoss"],
         ),
+        (["--model", "m", "--drain-timeout", "inf"], ["--drain-timeout", "inf"]),
+        (["--model", "m", "--drain-timeout", "-1"], ["--drain-timeout", "-1"]),
+        (["--model", "m", "--request-timeout", "0"], ["--request-timeout", "0"]),
+        (["--model", "m", "--request-timeout", "nan"], ["--request-timeout", "nan"]),
+        (["--model", "m", "--max-queued-requests", "0"], ["--max-queued-requests", "positive", "0"]),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_option(

@@ -16,8 +16,10 @@ from starlette.testclient import TestClient
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.cli import bind
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.text import Detokenizer
+from tokenspeed_jax.text.transcripts import CallBegun, TranscriptFormat
 
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, byte_tokenizer
 from .sse import events, joined
 
 PATH = "/v1/chat/completions"
@@ -164,6 +166,25 @@ def test_calls_and_reasoning_whole_and_streamed(calls: str) -> None:
         assert [part[1:] for part in parts["calls"]] == [[call.name, call.arguments] for call in functions]
     # The parser saw the markers although they are special tokens, and a server without them hides such tokens.
     assert all(params.skip_special_tokens == (not special) for _, params in engine.submitted)
+
+
+@pytest.mark.parametrize("calls", REPLIES)
+def test_parsers_read_what_the_detokenizer_writes_of_special_tokens(calls: str) -> None:
+    reply, reasoning, special = REPLIES[calls]
+    tokenizer = byte_tokenizer(special=special)
+    ids = tokenizer.encode(reply)
+    assert sum(token in tokenizer.special_ids for token in ids) == sum(map(reply.count, special))
+
+    def called(*, skips: bool) -> list[str]:
+        parser = TranscriptFormat(reasoning, calls).parser({}, reasoning_is_open=False)
+        assert parser is not None
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
+        found = [event for token in ids for event in parser.feed(detokenizer.push([token]))]
+        found += [*parser.feed(detokenizer.flush()), *parser.finish()]
+        return [event.name for event in found if isinstance(event, CallBegun)]
+
+    assert called(skips=False) == ["weather", "now"]
+    assert called(skips=True) == ([] if special else ["weather", "now"])
 
 
 def test_the_reply_can_be_sent_back_with_its_results() -> None:

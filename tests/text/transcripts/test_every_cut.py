@@ -11,11 +11,13 @@ from tokenspeed_jax.text.transcripts import (
     Arguments,
     CallBegun,
     CallEnded,
+    Content,
     Event,
+    Reasoning,
     TranscriptFormat,
 )
 
-from .transcripts import FORMATS, TOOLS, TRANSCRIPTS, Transcript, joined
+from .transcripts import CODER, FORMATS, HARMONY, HERMES, KIMI, LLAMA, QWEN, TOOLS, TRANSCRIPTS, Transcript, joined
 
 every_transcript = pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=lambda transcript: transcript.title)
 
@@ -51,6 +53,24 @@ def test_no_event_is_empty(transcript: Transcript) -> None:
     parser = transcript.parser()
     events = [event for piece in transcript.text for event in parser.feed(piece)] + parser.finish()
     assert all(event.text for event in events if not isinstance(event, CallBegun | CallEnded))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "event"),
+    [
+        (HERMES, "Hi <", Content("Hi")),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a', Arguments('{"a')),
+        (QWEN, "<think>Hm", Reasoning("Hm")),
+        (CODER, "</think><tool_call><function=weather><parameter=city>Sa", Arguments("Sa")),
+        (LLAMA, '{"answer": 4', Content('{"answer": 4')),
+        (HARMONY, "<|channel|>final<|message|>Hi", Content("Hi")),
+        (KIMI, '</think><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"', Arguments('{"')),
+    ],
+)
+def test_what_is_certain_is_not_held_back(form: TranscriptFormat, text: str, event: Event) -> None:
+    parser = form.parser(TOOLS, reasoning_is_open=text.startswith("</think>"))
+    assert parser is not None
+    assert parser.feed(text)[-1] == event
 
 
 PIECES = [

@@ -157,7 +157,10 @@ def render_chat(
             continue
         if not tokenizer.chat_template_mentions(name):
             raise ApiError(
-                f"the chat template of this model does nothing with {name}", param=name, code="unsupported_parameter"
+                f"the chat template of this model does nothing with {name}; a chat_template.jinja in the checkpoint's "
+                "folder replaces it",
+                param=name,
+                code="unsupported_parameter",
             )
         if name in given:
             raise ApiError(f"{name} is in chat_template_kwargs as well", param=name, code="invalid_value")

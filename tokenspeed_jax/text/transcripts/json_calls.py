@@ -8,9 +8,9 @@ from tokenspeed_jax.text.transcripts.events import Arguments, CallBegun, CallEnd
 from tokenspeed_jax.text.transcripts.reader import Reader, Steps
 
 _LONGEST_HEAD = 1024
-_STRING = r'"(?:[^"\\]|\\.)*"'
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
-_FIRST_KEY = re.compile(r'\{\s*"((?:[^"\\]|\\.)*)"\s*:')
+_FIRST_KEY = re.compile(r'\{\s*"([^"\\]*+)"\s*:')
 _SILENT_KEYS = frozenset({"type", "id"})
 _KEYS = frozenset({"name", "arguments", "parameters"}) | _SILENT_KEYS
 _STRUCTURE = re.compile(r'["{}\[\]<]')

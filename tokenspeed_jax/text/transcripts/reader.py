@@ -8,6 +8,8 @@ from tokenspeed_jax.text.transcripts.events import Event
 type Steps[T] = Generator[Event | None, None, T]
 """Yields each event, and None to wait until the reader has more text or knows that none will come."""
 
+_LONGEST_PIECE = 4096
+
 
 class Reader:
     """The text of one reply that nobody has consumed yet.
@@ -126,8 +128,12 @@ class SteppedParser(ABC):
 
     def feed(self, text: str) -> list[Event]:
         """See `TranscriptParser`."""
-        self._reader.text += text
-        return self._advance()
+        events: list[Event] = []
+        # A long text at once would be copied for every part of it that is consumed.
+        for start in range(0, len(text), _LONGEST_PIECE):
+            self._reader.text += text[start : start + _LONGEST_PIECE]
+            events += self._advance()
+        return events
 
     def finish(self) -> list[Event]:
         """See `TranscriptParser`."""
