@@ -2,12 +2,13 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 
-from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.bodies import Neutral, convert_object
@@ -167,6 +168,18 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return ids if kinds == {list} else [ids]  # pyright: ignore[reportReturnType]
 
 
+@dataclass
+class _Part:
+    """What one object shows of a choice, in the form in which it is sent: a stream repeats it with every token, and
+    must not build it anew each time."""
+
+    text: str = ""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    sampling_logprobs: list[list[Any]] = field(default_factory=list)
+    top_logprobs: list[list[list[Any]]] = field(default_factory=list)
+
+
 class GenerateReply:
     """Turns the deltas of one request into its body or its chunks.
 
@@ -189,36 +202,46 @@ class GenerateReply:
         self._has_many_prompts = request.has_many_prompts
         self._is_list = request.has_many_prompts or params.n > 1
         self._incremental = incremental
-        self._choices: dict[int, Choice] = {}
+        self._open: dict[int, tuple[Choice, _Part]] = {}
         self._start = time.monotonic()
 
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON: an object, or a list of them for several prompts or samples."""
-        replies = [self._reply(choice, choice) for choice in choices]
+        replies = [self._reply(choice, self._extended(_Part(), choice)) for choice in choices]
         return msgspec.json.encode(replies if self._is_list else replies[0])
 
     def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """The chunk that one delta of choice `index` becomes."""
-        choice = self._choices.get(index)
-        if choice is None:
-            choice = Choice(index, delta.sample_index, delta.prompt_token_ids, keeps_output=not self._incremental)
-            self._choices[index] = choice
+        """The chunk that one delta of choice `index` becomes; good until the next one."""
+        if index not in self._open:
+            choice = Choice(index, delta.sample_index, delta.prompt_token_ids, keeps_output=False)
+            self._open[index] = (choice, _Part())
+        choice, part = self._open[index]
         choice.push(delta)
-        chunk = self._reply(choice, delta if self._incremental else choice)
+        chunk = self._reply(choice, self._extended(_Part() if self._incremental else part, delta))
         return [chunk | {"index": index} if self._is_list else chunk]
 
-    def _reply(self, choice: Choice, part: Choice | RequestDelta) -> dict[str, Any]:
-        """One object: `part` is what it shows of the choice."""
-        return {
-            "text": part.text,
-            "output_ids": part.token_ids,
-            "meta_info": self._meta_info(choice, part),
-        }
+    def _extended(self, part: _Part, source: Choice | RequestDelta) -> _Part:
+        """`part`, with what `source` has behind it."""
+        part.text += source.text
+        part.output_ids += source.token_ids
+        if self._params.logprobs:
+            part.logprobs += self._entries(zip(source.token_ids, source.logprobs or [], strict=True))
+            part.sampling_logprobs += self._entries(zip(source.token_ids, source.sampling_logprobs or [], strict=True))
+        if self._params.top_logprobs:
+            part.top_logprobs += [self._entries(top.items()) for top in source.top_logprobs or []]
+        return part
 
-    def _meta_info(self, choice: Choice, part: Choice | RequestDelta) -> dict[str, Any]:
+    def _entries(self, pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
+        names = self._names
+        return [
+            [max(logprob, LOWEST_LOGPROB), token_id, None if names is None else names.of(token_id)[0]]
+            for token_id, logprob in pairs
+        ]
+
+    def _reply(self, choice: Choice, part: _Part) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self._prompt_id(choice),
-            "finish_reason": _finish_reason(choice, part.token_ids),
+            "finish_reason": _finish_reason(choice, part.output_ids),
             "prompt_tokens": len(choice.prompt_token_ids),
             "completion_tokens": choice.num_tokens,
             "cached_tokens": choice.cached_tokens,
@@ -226,27 +249,16 @@ class GenerateReply:
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._start
         if self._params.logprobs:
-            ids = part.token_ids
-            meta["output_token_logprobs"] = self._entries(ids, part.logprobs or [])
-            meta["output_token_sampling_logprobs"] = self._entries(ids, part.sampling_logprobs or [])
+            meta["output_token_logprobs"] = part.logprobs
+            meta["output_token_sampling_logprobs"] = part.sampling_logprobs
         if self._params.top_logprobs:
-            meta["output_top_logprobs"] = [self._top(top) for top in part.top_logprobs or []]
-        return meta
+            meta["output_top_logprobs"] = part.top_logprobs
+        return {"text": part.text, "output_ids": part.output_ids, "meta_info": meta}
 
     def _prompt_id(self, choice: Choice) -> str:
         """The id of the choice's prompt, by which `/abort_request` finds it."""
         prompt_index = choice.index // self._params.n
         return f"{self._head.reply_id}-{prompt_index}" if self._has_many_prompts else self._head.reply_id
-
-    def _entries(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
-        return [self._entry(*pair) for pair in zip(token_ids, logprobs, strict=True)]
-
-    def _top(self, top: TopLogprobs) -> list[list[Any]]:
-        return [self._entry(*pair) for pair in top.items()]
-
-    def _entry(self, token_id: int, logprob: float) -> list[Any]:
-        text = None if self._names is None else self._names.of(token_id)[0]
-        return [max(logprob, LOWEST_LOGPROB), token_id, text]
 
 
 def _finish_reason(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any] | None:
