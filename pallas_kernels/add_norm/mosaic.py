@@ -6,7 +6,8 @@
                                                  sum of squares over the warpgroup  (the only wait but memory's)
     weight                   --128-bit loads-->  norm of the sum                    stored to normed[token]
 
-A row stays in registers between its two uses. Memory sets the pace of long prompts, latency that of decode steps.
+A row stays in registers between its two uses. Memory sets the pace of long prompts, latency that of decode steps; two
+and four rows a block, which share the weights, took 1 % longer at 8,192 rows of 4,096 (H200).
 """
 
 import functools
@@ -36,15 +37,13 @@ def vector_length(dim: int, itemsize: int) -> int | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "rows", "barriers", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "interpret"))
 def add_norm_mosaic(
     x: Float[Array, "tokens dim"],
     update: Float[Array, "tokens dim"],
     weight: Float[Array, " dim"],
     *,
     rule: NormRule,
-    rows: int = 1,
-    barriers: bool = True,
     interpret: Any = None,
 ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"]]:
     """See `add_norm`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
@@ -52,12 +51,10 @@ def add_norm_mosaic(
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=vector_length(dim, x.dtype.itemsize))
     kernel = plgpu.kernel(
-        functools.partial(_block, rule=rule, layout=layout, rows=rows),
+        functools.partial(_block, rule=rule, layout=layout),
         out_type=[row, row],
-        grid=(-(-tokens // rows),),
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=not barriers, lowering_semantics=gpu.LoweringSemantics.Lane
-        ),
+        grid=(tokens,),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
         grid_names=("token",),
         interpret=interpret,
         kernel_name="add_norm",
@@ -67,25 +64,13 @@ def add_norm_mosaic(
 
 
 def _block(
-    x_ref: Ref,
-    update_ref: Ref,
-    weight_ref: Ref,
-    total_ref: Ref,
-    normed_ref: Ref,
-    *,
-    rule: NormRule,
-    layout: Any,
-    rows: int,
+    x_ref: Ref, update_ref: Ref, weight_ref: Ref, total_ref: Ref, normed_ref: Ref, *, rule: NormRule, layout: Any
 ) -> None:
-    group = lax.axis_index("token")
-    num_tokens, dim = x_ref.shape
+    token = lax.axis_index("token")
     load = functools.partial(gpu.load, layout=layout, optimized=False)
-    tokens = [jnp.minimum(group * rows + i, num_tokens - 1) for i in range(rows)]
-    pairs = [(load(x_ref.at[token]), load(update_ref.at[token])) for token in tokens]
-    weight = load(weight_ref)
-    for token, (x, update) in zip(tokens, pairs, strict=True):
-        total = x + update
-        total_ref[token] = total
-        wide = total.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(wide * wide) * (1.0 / dim) + rule.epsilon)
-        normed_ref[token] = rule.weigh(wide * scale, weight, x.dtype)
+    x, update, weight = load(x_ref.at[token]), load(update_ref.at[token]), load(weight_ref)
+    total = x + update
+    total_ref[token] = total
+    wide = total.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide) * (1.0 / x_ref.shape[1]) + rule.epsilon)
+    normed_ref[token] = rule.weigh(wide * scale, weight, total.dtype)

@@ -1,6 +1,6 @@
 """The attention prologue for Hopper GPUs, written with Mosaic GPU: norm, rotation and cache write in one pass.
 
-    grid: (part, token); one block = one warpgroup; a part is a few tiles of up to 16 heads of one token
+    grid: (part, token); one block = one warpgroup; a part is one or a few tiles of up to 16 heads of one token
 
     projected[token], heads of dim channels                        a tile, in registers
     ------------------------------------------                     --------------------
@@ -32,6 +32,9 @@ from tokenspeed_jax.pallas_kernels.pages import PageView
 WARPS, LANES = 4, 32  # of a warpgroup
 TILE_HEADS = 16
 VECTOR = 8  # 16-bit elements that a thread loads at once
+# Channels that a block takes where its tiles allow, by the step's tokens: few tokens are spread over many blocks, and
+# many share the loads of angles and weights. Measured on an H200 with 32 query and 8 KV heads of 128.
+BLOCK_CHANNELS = ((128, 1024), (None, 4096))
 # Not all public names of this module are declared to type checkers.
 gpu: Any = plgpu
 
@@ -66,6 +69,20 @@ def tiles_of(num_heads: int, num_kv_heads: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
+def parts_of(tiles: tuple[Tile, ...], head_dim: int, tokens: int) -> list[tuple[Tile, ...]]:
+    """The tiles of each block of a token: neighbours up to the channels of `BLOCK_CHANNELS`, one tile at least."""
+    most = next(channels for end, channels in BLOCK_CHANNELS if end is None or tokens <= end)
+    parts: list[list[Tile]] = []
+    room = 0
+    for tile in tiles:
+        if not parts or tile.heads * head_dim > room:
+            parts.append([])
+            room = most
+        parts[-1].append(tile)
+        room -= tile.heads * head_dim
+    return [tuple(part) for part in parts]
+
+
 def piece_columns(head_dim: int, rotary_dim: int | None) -> int:
     """Channels of one piece of a head."""
     return head_dim // 2 if rotary_dim is None else rotary_dim // 2
@@ -97,18 +114,7 @@ def tile_layout(heads: int, columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-2,), vector_dim=-1)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "num_heads",
-        "rules",
-        "shared_plane",
-        "tiles_per_block",
-        "tokens_per_block",
-        "barriers",
-        "interpret",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("num_heads", "rules", "shared_plane", "interpret"))
 def attention_prologue_mosaic(
     projected: Float[Array, "tokens columns"],
     k: PageView,
@@ -120,36 +126,32 @@ def attention_prologue_mosaic(
     num_heads: int,
     rules: tuple[NormRule | None, NormRule | None],
     shared_plane: bool,
-    tiles_per_block: int = 1,
-    tokens_per_block: int = 1,
-    barriers: bool = True,
     interpret: Any = None,
 ) -> tuple[Float[Array, "tokens heads dim"], PageView, PageView]:
-    """See `attention_prologue`."""
+    """See `attention_prologue`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
     tokens = projected.shape[0]
     _, kv_heads, dim = k.page_shape
-    tiles = tiles_of(num_heads, kv_heads)
+    parts = parts_of(tiles_of(num_heads, kv_heads), dim, tokens)
     views = (k,) if shared_plane else (k, v)
     planes = [jax.new_ref(view.typed().reshape(-1, kv_heads, dim)) for view in views]
-    parts = -(-len(tiles) // tiles_per_block)
     given = [x for x in (*weights, *(rotation or ())) if x is not None]
     kernel = plgpu.kernel(
         functools.partial(
             _block,
-            tiles=[tiles[i * tiles_per_block : (i + 1) * tiles_per_block] for i in range(parts)],
+            parts=parts,
             rules={"q": rules[0], "k": rules[1], "v": None},
             rotates=rotation is not None,
             first_rows={"k": k.first_row * k.tokens_per_page, "v": v.first_row * v.tokens_per_page},
             tokens_per_page=k.tokens_per_page,
             num_planes=len(planes),
-            tokens_per_block=tokens_per_block,
         ),
         out_type=jax.ShapeDtypeStruct((tokens, num_heads, dim), projected.dtype),
-        grid=(parts, -(-tokens // tokens_per_block)),
+        grid=(len(parts), tokens),
+        # No thread reads what another one wrote, so the barriers that would be put around stores guard nothing.
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=not barriers, lowering_semantics=gpu.LoweringSemantics.Lane
+            unsafe_no_auto_barriers=True, lowering_semantics=gpu.LoweringSemantics.Lane
         ),
-        grid_names=("part", "group"),
+        grid_names=("part", "token"),
         interpret=interpret,
         kernel_name="attention_prologue",
     )
@@ -160,71 +162,58 @@ def attention_prologue_mosaic(
 
 def _block(
     *refs: Ref,
-    tiles: list[tuple[Tile, ...]],
+    parts: list[tuple[Tile, ...]],
     rules: dict[str, NormRule | None],
     rotates: bool,
     first_rows: dict[str, int],
     tokens_per_page: int,
     num_planes: int,
-    tokens_per_block: int,
 ) -> None:
     planes, (projected, slots, *given, out) = refs[:num_planes], refs[num_planes:]
     parameters = iter(given)
     weights = {kind: next(parameters) for kind, rule in rules.items() if rule is not None}
     turns = tuple(parameters)
-    group, part = lax.axis_index("group"), lax.axis_index("part")
-    num_tokens, dim = out.shape[0], out.shape[-1]
+    token, part = lax.axis_index("token"), lax.axis_index("part")
+    dim = out.shape[-1]
     columns = turns[0].shape[-1] if rotates else dim // 2
     pieces = [slice(i, i + columns) for i in range(0, dim, columns)]
-    # The last token stands in for those beyond the end, and stores the same again.
-    tokens = [jnp.minimum(group * tokens_per_block + i, num_tokens - 1) for i in range(tokens_per_block)]
-    stores = {"k": planes[0], "v": planes[-1]}
+    load = functools.partial(gpu.load, optimized=False)
 
-    def load_tile(token: jax.Array, tile: Tile) -> Pieces:
-        layout = tile_layout(tile.heads, columns)
-        heads = pl.ds(tile.source, tile.heads)
-        return [gpu.load(projected.at[token, heads, piece], layout=layout, optimized=False) for piece in pieces]
+    def load_tile(tile: Tile) -> Pieces:
+        layout, heads = tile_layout(tile.heads, columns), pl.ds(tile.source, tile.heads)
+        return [load(projected.at[token, heads, piece], layout=layout) for piece in pieces]
 
-    def store_tile(token: jax.Array, slot: jax.Array, tile: Tile, values: Pieces) -> None:
+    def store_tile(slot: jax.Array, tile: Tile, values: Pieces) -> None:
         heads = pl.ds(tile.first, tile.heads)
         if tile.kind == "q":
             for piece, value in zip(pieces, values, strict=True):
                 out[token, heads, piece] = value
             return
-        row = slot + first_rows[tile.kind]
+        plane = {"k": planes[0], "v": planes[-1]}[tile.kind]
 
         @pl.when(slot >= tokens_per_page)
         def _live() -> None:
             for piece, value in zip(pieces, values, strict=True):
-                stores[tile.kind][row, heads, piece] = value
+                plane[slot + first_rows[tile.kind], heads, piece] = value
 
     def compute(members: tuple[Tile, ...]) -> None:
         # All loads come before the first store, which the compiler could not move them across.
-        token_slots = [slots[token] for token in tokens]
-        loaded = [[load_tile(token, tile) for tile in members] for token in tokens]
-        turning = {tile.heads for tile in members if tile.kind != "v"} if rotates else set()
-        per_column = {
-            heads: functools.partial(gpu.load, layout=tile_layout(heads, columns).reduce(0), optimized=False)
-            for heads in sorted({tile.heads for tile in members})
-        }
-        angles = [
-            {heads: [per_column[heads](turn.at[token]) for turn in turns] for heads in sorted(turning)}
-            for token in tokens
-        ]
+        slot, loaded = slots[token], [load_tile(tile) for tile in members]
+        per_column = {tile.heads: tile_layout(tile.heads, columns).reduce(0) for tile in members}
+        turning = dict.fromkeys(tile.heads for tile in members if tile.kind != "v") if rotates else {}
+        angles = {heads: [load(turn.at[token], layout=per_column[heads]) for turn in turns] for heads in turning}
+        normed = dict.fromkeys((tile.kind, tile.heads) for tile in members if tile.kind in weights)
         gains = {
-            (tile.kind, tile.heads): [per_column[tile.heads](weights[tile.kind].at[piece]) for piece in pieces]
-            for tile in members
-            if tile.kind in weights
+            (kind, heads): [load(weights[kind].at[piece], layout=per_column[heads]) for piece in pieces]
+            for kind, heads in normed
         }
-        for token, slot, tiles_loaded, angle in zip(tokens, token_slots, loaded, angles, strict=True):
-            for tile, values in zip(members, tiles_loaded, strict=True):
-                rule, layout = rules[tile.kind], tile_layout(tile.heads, columns)
-                gain, turn = gains.get((tile.kind, tile.heads)), angle.get(tile.heads)
-                normed = values if rule is None else _normed(values, gain, rule, dim, layout)
-                turned = normed if turn is None or tile.kind == "v" else _turned(normed, *turn, layout)
-                store_tile(token, slot, tile, turned)
+        for tile, values in zip(members, loaded, strict=True):
+            rule, layout = rules[tile.kind], tile_layout(tile.heads, columns)
+            gain, turn = gains.get((tile.kind, tile.heads)), angles.get(tile.heads)
+            unit = values if rule is None else _normed(values, gain, rule, dim, layout)
+            store_tile(slot, tile, unit if turn is None or tile.kind == "v" else _turned(unit, *turn, layout))
 
-    for i, members in enumerate(tiles):
+    for i, members in enumerate(parts):
         pl.when(part == i)(functools.partial(compute, members))
 
 
