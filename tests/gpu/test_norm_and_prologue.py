@@ -95,9 +95,12 @@ def run(case, arguments, implementation):
     return call(projected, k, v, slots, rotation, weights)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64, 256, 4099])
-@pytest.mark.parametrize("case", MODELS.values(), ids=MODELS.keys())
-def test_prologue_equals_the_plain_form(case, tokens):
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [*((model, tokens) for model in MODELS for tokens in (67, 300)), ("qwen3_8b", 1), ("qwen3_8b", 4099)],
+)
+def test_prologue_equals_the_plain_form(model, tokens):
+    case = MODELS[model]
     arguments = problem(case, tokens)
     actual, expected = (run(case, arguments, name) for name in ("mosaic", "reference"))
     for one, other in zip(actual, expected, strict=True):
@@ -112,7 +115,7 @@ def test_prologue_equals_the_plain_form(case, tokens):
 def test_fields_of_one_plane_are_both_written():
     case = MODELS["qwen3_8b"]
     projected, k, _, slots, prologue = problem(case, 64, pages=40)
-    # Pages of k and of v take turns in parents of 20; their null pages stand first in the plane.
+    # The pages of k begin at the plane's first page, those of v at its 21st.
     slots = jnp.where(slots >= PAGE, PAGE + slots % (10 * PAGE), slots)
     slots = jnp.asarray(np.unique(np.asarray(slots)), jnp.int32)
     tokens = slots.shape[0]
