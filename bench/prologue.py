@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--implementation", choices=["mosaic", "xla"], default=None)
     implementation = parser.parse_args().implementation
     rate = copy_rate()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: copy {rate / 1e9:,.0f} GB/s")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: copy {rate / 1e9:,.0f} GB/s\n")
+    print("| kernel | tokens | us | GB/s | of copy | plain us | plain / us |\n|---|---|---|---|---|---|---|")
     heads = 2 * (HEADS + 2 * KV_HEADS) * DIM
     cases = (
         ("attention prologue", prologue_seconds, 2 * heads + 4 * DIM),
@@ -118,12 +119,9 @@ def main() -> None:
     for name, measure, token_bytes in cases:
         for tokens in TOKENS:
             taken, plain = measure(tokens, implementation), measure(tokens, "xla")
-            floor = tokens * token_bytes / rate
-            print(
-                f"{name:<22} {tokens:>5} tokens {taken * 1e6:8.2f} us {tokens * token_bytes / taken / 1e9:6,.0f} GB/s"
-                f" {floor / taken:5.2f} of copy, plain {plain * 1e6:8.2f} us ({plain / taken:.1f}x)",
-                flush=True,
-            )
+            moved = tokens * token_bytes / taken
+            cells = (f"{taken * 1e6:.2f}", f"{moved / 1e9:,.0f}", f"{moved / rate:.2f}", f"{plain * 1e6:.2f}")
+            print(f"| {name} | {tokens} | {' | '.join(cells)} | {plain / taken:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
