@@ -171,11 +171,6 @@ def silu(x: Array) -> Array:
     return jax.nn.silu(x)
 
 
-def gelu_tanh(x: Array) -> Array:
-    """GELU by its tanh approximation, as the checkpoints were trained with."""
-    return jax.nn.gelu(x, approximate=True)
-
-
 def soft_cap(x: Array, bound: float | None) -> Array:
     """Squeezes x into (-bound, bound); None leaves it."""
     return x if bound is None else bound * jnp.tanh(x / bound)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionStep, LatentAttentionSpec
-from tokenspeed_jax.models.decoder import CausalDecoder, silu
+from tokenspeed_jax.models.decoder import CausalDecoder
 from tokenspeed_jax.models.experts import SparseMLP, expert_rules, routing_rule
 from tokenspeed_jax.models.hf_config import HfConfig, positive_number
 from tokenspeed_jax.models.latent_attention import LatentAttention, latent_dimensions, latent_rules
@@ -146,7 +146,7 @@ class SharedAndRoutedMLP(nnx.Module):
             rngs=rngs,
             selection_bias=True,
         )
-        self.shared = GatedMLP(hidden_size, experts.shared_size, silu, dtype=dtype, rngs=rngs)
+        self.shared = GatedMLP(hidden_size, experts.shared_size, "silu", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return self.routed(x) + self.shared(x)
@@ -184,7 +184,7 @@ class DeepseekV3Layer(nnx.Module):
         self.attention = LatentAttention(config.hidden_size, spec, config.q_lora_rank, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = (
-            GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+            GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
             else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
         )

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, gelu_tanh, soft_cap
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, soft_cap
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
@@ -101,7 +101,7 @@ class Gemma3Layer(nnx.Module):
         self.attention = Gemma3Attention(config, spec, dtype=dtype, rngs=rngs)
         self.attention_out_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
         self.mlp_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
-        self.mlp = GatedMLP(dim, config.intermediate_size, gelu_tanh, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(dim, config.intermediate_size, "gelu_tanh", dtype=dtype, rngs=rngs)
         self.mlp_out_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:

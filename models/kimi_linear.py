@@ -224,7 +224,7 @@ class KimiLinearLayer(nnx.Module):
         self.recurrent = isinstance(spec, RecurrentSpec)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = (
-            GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+            GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
             else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
         )

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, LayerSpec, RecurrentSpec, convolve
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.linear import Linear, normal_weight
 from tokenspeed_jax.models.mlp import GatedMLP
@@ -119,7 +119,7 @@ class Lfm2Layer(nnx.Module):
             else ShortConvolution(config, spec, dtype=dtype, rngs=rngs)  # type: ignore[arg-type]
         )
         self.mlp_norm = RMSNorm(dim, epsilon, dtype=dtype)
-        self.mlp = GatedMLP(dim, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(dim, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         x, normed = self.operator_norm.after(stream)

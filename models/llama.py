@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
@@ -58,7 +58,7 @@ class LlamaAttention(nnx.Module):
 def dense_mlp(config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> GatedMLP:
     """The same block in every layer."""
     del spec
-    return GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+    return GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
 
 class LlamaLayer(nnx.Module):

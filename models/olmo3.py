@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
@@ -72,7 +72,7 @@ class Olmo3Layer(nnx.Module):
     def __init__(self, config: Olmo3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.attention = Olmo3Attention(config, spec, dtype=dtype, rngs=rngs)
         self.attention_out_norm = LateRoundingRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
         self.mlp_out_norm = LateRoundingRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
