@@ -71,14 +71,14 @@ def prologue_seconds(tokens: int, implementation: Implementation | None) -> floa
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(k: jax.Array, v: jax.Array, projected: list[jax.Array], angles: jax.Array) -> Any:
         prologue = AttentionPrologue(Rotation(jnp.cos(angles), jnp.sin(angles)), *(Norm(w, RULE) for w in weights))
-        views = [PageView(plane, (PAGE, KV_HEADS, DIM), "bfloat16") for plane in (k, v)]
+        keys, values = (PageView(plane, (PAGE, KV_HEADS, DIM), "bfloat16") for plane in (k, v))
         queries = []
         for rows in projected:
-            q, *views = attention_prologue(
-                rows, *views, slots, prologue, num_heads=HEADS, implementation=implementation
+            q, keys, values = attention_prologue(
+                rows, keys, values, slots, prologue, num_heads=HEADS, implementation=implementation
             )
             queries.append(q)
-        return queries, [view.plane for view in views]
+        return queries, [keys.plane, values.plane]
 
     rows = list(projected)
 

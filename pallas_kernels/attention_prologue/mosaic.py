@@ -210,8 +210,8 @@ def _block(
         for tile, values in zip(members, loaded, strict=True):
             rule, layout = rules[tile.kind], tile_layout(tile.heads, columns)
             gain, turn = gains.get((tile.kind, tile.heads)), angles.get(tile.heads)
-            unit = values if rule is None else _normed(values, gain, rule, dim, layout)
-            store_tile(slot, tile, unit if turn is None or tile.kind == "v" else _turned(unit, *turn, layout))
+            unit = values if rule is None or gain is None else _normed(values, gain, rule, dim, layout)
+            store_tile(slot, tile, unit if turn is None or tile.kind == "v" else _turned(unit, turn, layout))
 
     for i, members in enumerate(parts):
         pl.when(part == i)(functools.partial(compute, members))
@@ -229,11 +229,11 @@ def _normed(pieces: Pieces, gains: Pieces, rule: NormRule, dim: int, layout: Any
     ]
 
 
-def _turned(pieces: Pieces, cos: jax.Array, sin: jax.Array, layout: Any) -> Pieces:
-    """The pieces after the first two turned, computed in float32."""
+def _turned(pieces: Pieces, turn: Pieces, layout: Any) -> Pieces:
+    """The pieces after the first two turned by cosines and sines, computed in float32."""
     first, second, *rest = pieces
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    cos, sin = (_along(turn, a.shape, 1, layout) for turn in (cos, sin))
+    cos, sin = (_along(angle, a.shape, 1, layout) for angle in turn)
     return [(a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype), *rest]
 
 

@@ -93,19 +93,21 @@ class PagedStep:
     ) -> Float[Array, "tokens heads dim"]:
         """Norms, rotates and stores in one kernel, then attends; see `models.attention.attend_projected`."""
         binding = self._bindings[layer.layer_id]
-        fields = [binding.field(name) for name in ("k", "v")]
+        fields = binding.field("k"), binding.field("v")
         page_size = self._router.kernel_page_size(binding.group_id)
-        q, *pages = attention_prologue(
+        keys, values = (self._arena.page_view(self.planes, field_id, page_size) for field_id in fields)
+        q, keys, values = attention_prologue(
             projected,
-            *(self._arena.page_view(self.planes, field_id, page_size) for field_id in fields),
+            keys,
+            values,
             self._routed.write_locations(binding),
             prologue,
             num_heads=layer.num_heads,
             implementation=self._implementation,
         )
-        for field_id, view in zip(fields, pages, strict=True):
+        for field_id, view in zip(fields, (keys, values), strict=True):
             self.planes[self._arena.plane_of(field_id)] = view.plane
-        return self._attend_pages(q, pages[0], pages[1], binding, layer, sinks)
+        return self._attend_pages(q, keys, values, binding, layer, sinks)
 
     def _attend_pages(
         self,
