@@ -6,12 +6,15 @@ its value and jax-triton does not: its loads then move 2 bytes at a time, and no
 """
 
 import functools
+import importlib.metadata
 import importlib.util
+import re
 from typing import Any
 
 import jax
 
 MODULES = ("triton", "jax_triton")
+OLDEST, BEYOND = (3, 6), (3, 9)  # Triton 3.9 emits PTX 9.4, which the assembler of CUDA 13.0 does not take
 
 
 @functools.cache
@@ -20,7 +23,18 @@ def triton_missing() -> str | None:
     for name in MODULES:
         if importlib.util.find_spec(name) is None:
             return f"the package {name.replace('_', '-')} is not installed (extra `triton`)"
-    return None
+    try:
+        return version_refusal(importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        return "the version of Triton is unknown, its package has no metadata"
+
+
+def version_refusal(version: str) -> str | None:
+    """Why this version of Triton does not do; None when it does."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if OLDEST <= numbers < BEYOND:
+        return None
+    return f"Triton {version} is not from {OLDEST[0]}.{OLDEST[1]} on and before {BEYOND[0]}.{BEYOND[1]}"
 
 
 @functools.cache
@@ -28,8 +42,8 @@ def jax_triton() -> Any:
     """The module, made to work with Triton 3.6 beside later versions."""
     from triton.backends.nvidia import driver  # pyright: ignore[reportMissingImports]
 
-    # jax-triton 0.4 takes this name, which Triton has from 3.7 on, for a sign of an NVIDIA GPU; it stands for a rounding
-    # of copied tiles that no kernel here asks for.
+    # jax-triton 0.4 takes this name, which Triton has from 3.7 on, for a sign of an NVIDIA GPU; it stands for a
+    # rounding of copied tiles that no kernel here asks for.
     if not hasattr(driver, "TMA_TF32"):
         driver.TMA_TF32 = -1
     import jax_triton  # pyright: ignore[reportMissingImports]

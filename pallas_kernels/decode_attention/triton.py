@@ -207,7 +207,5 @@ def decode_kernel(
         top = new_top
     result = out / tl.where(total > 0, total, 1.0)[:, None]
     target = split * tl.num_programs(0) * (KV_HEADS * GROUP) + place
-    tl.store(
-        out_ptr + target[:, None] * DIM + column[None, :], result.to(out_ptr.dtype.element_ty), mask=real[:, None]
-    )
+    tl.store(out_ptr + target[:, None] * DIM + column[None, :], result.to(out_ptr.dtype.element_ty), mask=real[:, None])
     tl.store(log_ptr + target, tl.where(total > 0, top + tl.log2(total), -1e30), mask=real)

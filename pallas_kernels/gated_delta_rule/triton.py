@@ -2,7 +2,7 @@
 
     terms    grid: (chunk, head)
              q, k, gates of the chunk ---> P [64, 64]: q_i k_j under the decay from j to i, j <= i
-                                           M [64, 64] = (I + A)^-1 diag(beta), A[i, j] = beta_i k_i k_j decay(j, i), j < i
+                                           M [64, 64] = (I + A)^-1 diag(beta), A = beta_i k_i k_j decay(j, i), j < i
                                            M, P M, decays of the chunk; with a decay a channel also q and k under them
 
     walk     grid: (part of the values, head, row); one block = 4 warps, the state S [64 values, K] in registers
@@ -35,6 +35,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 from tokenspeed_jax.pallas_kernels.triton_calls import tiles, triton_call
 
+Inputs = tuple[Array, Array, Array, Array, Array]  # q, k, v, log decay, beta
+
 CHUNK = 64
 TILE = 64  # values that one block of the walk holds
 LOWEST_DECAY = -40.0
@@ -65,14 +67,20 @@ def gated_delta_rule_triton(
     *,
     tiling: DeltaRuleTiling | None = None,
 ) -> RecurrentResult:
-    """See `gated_delta_rule`."""
+    """See `gated_delta_rule`; q and k are rounded to v's dtype, tokens of no row come out as zeros."""
     tiling = tiling or DeltaRuleTiling()
-    spans, bounds = cut(rows, inputs.v.shape[0])
-    terms = chunk_terms(inputs, spans, tiling)
-    return walk(inputs, terms, initial_states, rows, bounds, tiling)
+    narrow, wide = inputs.v.dtype, jnp.float32
+    q, k, v, log_decay, beta = inputs
+    inputs = (q.astype(narrow), k.astype(narrow), v, log_decay.astype(wide), beta.astype(wide))
+    tokens = v.shape[0]
+    spans, bounds = cut(rows, tokens)
+    result = walk(inputs, chunk_terms(inputs, spans, tiling), initial_states, rows, bounds, tiling)
+    # The kernel leaves them as the memory was, which may be NaN; what reads the output next reads this along.
+    owned = jnp.arange(tokens) < rows.starts[-1]
+    return result._replace(output=jnp.where(owned[:, None, None], result.output, 0))
 
 
-def chunk_terms(inputs: Any, spans: Int[Array, "chunks 2"], tiling: DeltaRuleTiling) -> tuple[Array, ...]:
+def chunk_terms(inputs: Inputs, spans: Int[Array, "chunks 2"], tiling: DeltaRuleTiling) -> tuple[Array, ...]:
     """M and P M of each chunk, one below the other, and its decay; then decayed q, k, k of a channel's decay, or a
     head's decays to token and end."""
     q, k, v, log_decay, beta = inputs
@@ -105,7 +113,7 @@ def chunk_terms(inputs: Any, spans: Int[Array, "chunks 2"], tiling: DeltaRuleTil
 
 
 def walk(
-    inputs: Any,
+    inputs: Inputs,
     terms: tuple[Array, ...],
     initial_states: Float[Array, "rows heads value_dim key_dim"],
     rows: RecurrentRows,
