@@ -14,6 +14,9 @@ small XLA fusion merges them by their log weights, where a sink joins the denomi
 below the window are not read.
 """
 
+# Without the package, pyright takes `import triton` for this file.
+# pyright: reportAttributeAccessIssue=false
+
 import dataclasses
 import functools
 from typing import Any
