@@ -51,7 +51,8 @@ class DeltaNetShape:
 
     def spec(self, layer_id: int) -> RecurrentSpec:
         """What the layer carries."""
-        return RecurrentSpec(layer_id, self.convolution, (self.value_heads, self.value_dim, self.key_dim))
+        state = (self.value_heads, self.value_dim, self.key_dim)
+        return RecurrentSpec(layer_id, self.convolution, state, delta_rule=True)
 
     @classmethod
     def from_hf(cls, config: HfConfig) -> Self:

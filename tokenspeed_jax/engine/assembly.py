@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from tokenspeed_jax import scheduler as scheduling
-from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals
+from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals, triton_refusal
 from tokenspeed_jax.attention.kernel_page_sizes import history_kernel_page_sizes
 from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding, bind_cache_groups
@@ -121,6 +121,9 @@ class _CachePlanner:
         for operation, reason in _choose_kernels(self._config, self._source, setup).refusals.items():
             if self._device.platform == "gpu" and self._config.attention_implementation == "auto":
                 _LOG.warning("%s runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
+        slower = triton_refusal(self._source.config.attention_layers(), self._source.dtype.name)
+        if slower and self._device.platform == "gpu" and self._config.attention_implementation == "auto":
+            _LOG.info("prefill of the gated delta rule does not run in the Triton kernels: %s", slower)
 
     def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""
