@@ -74,13 +74,13 @@ class RecurrentSpec:
         layer_id: position of the layer in the model, from 0.
         convolution: (channels, width) of the causal convolution, None without one; it carries width - 1 raw inputs.
         state_shape: the recurrence's state, float32; None for a layer that is a convolution only.
-        delta_rule: whether the recurrence is the gated delta rule.
+        channel_gates: whether the recurrence is the gated delta rule with a gate for each channel of the key.
     """
 
     layer_id: int
     convolution: tuple[int, int] | None
     state_shape: tuple[int, ...] | None
-    delta_rule: bool = False
+    channel_gates: bool = False
 
     def __post_init__(self) -> None:
         if self.convolution is None and self.state_shape is None:

@@ -51,8 +51,7 @@ class DeltaNetShape:
 
     def spec(self, layer_id: int) -> RecurrentSpec:
         """What the layer carries."""
-        state = (self.value_heads, self.value_dim, self.key_dim)
-        return RecurrentSpec(layer_id, self.convolution, state, delta_rule=True)
+        return RecurrentSpec(layer_id, self.convolution, (self.value_heads, self.value_dim, self.key_dim))
 
     @classmethod
     def from_hf(cls, config: HfConfig) -> Self:

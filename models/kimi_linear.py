@@ -153,7 +153,7 @@ def _layers(config: HfConfig, delta: HfConfig) -> tuple[LatentAttentionSpec | Re
             f"layers 1 to {count} once"
         )
     return tuple(
-        RecurrentSpec(i, convolution, (heads, dim, dim), delta_rule=True)
+        RecurrentSpec(i, convolution, (heads, dim, dim), channel_gates=True)
         if i + 1 in kda
         else LatentAttentionSpec(i, **dimensions, scale=scale)
         for i in range(count)

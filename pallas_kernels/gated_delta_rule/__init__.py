@@ -35,8 +35,9 @@ from tokenspeed_jax.pallas_kernels.triton_calls import triton_missing
 
 __all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step", "triton_refusal"]
 
-# Over many tokens the Triton kernels take a third of the time of XLA's terms and the Mosaic walk (bench/RESULTS.md).
-FASTEST_FIRST: tuple[Implementation, ...] = ("triton", "mosaic", "xla")
+# Over many tokens, by the number of axes of the gates (bench/RESULTS.md): with a gate a head both Mosaic kernels lead;
+# with one a channel Mosaic only walks, over terms that XLA makes, and Triton's kernels take a third of the time.
+FASTEST_FIRST: dict[int, tuple[Implementation, ...]] = {2: ("mosaic", "triton", "xla"), 3: ("triton", "mosaic", "xla")}
 TRITON_KEY_DIM = 128
 TRITON_VALUE_TILE = 64
 
@@ -93,7 +94,7 @@ def gated_delta_rule(
     shape = {"key_dim": inputs.k.shape[2], "value_dim": inputs.v.shape[2], "dtype": inputs.v.dtype}
     refusal = hopper_refusal() or state_scan_refusal(**shape)
     implementation = choose_implementation(
-        implementation, refusal, triton_refusal=triton_refusal(**shape), order=FASTEST_FIRST
+        implementation, refusal, triton_refusal=triton_refusal(**shape), order=FASTEST_FIRST[inputs.log_decay.ndim]
     )
     functions = {
         "reference": gated_delta_rule_reference,

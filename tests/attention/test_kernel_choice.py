@@ -71,7 +71,7 @@ def test_a_recurrence_that_the_kernels_cannot_serve_says_why(
 
 @pytest.mark.usefixtures("on_hopper")
 def test_only_a_delta_rule_that_triton_does_not_serve_has_a_reason_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    delta = RecurrentSpec(3, (64, 4), (4, 128, 128), delta_rule=True)
+    delta = RecurrentSpec(3, (64, 4), (4, 128, 128), channel_gates=True)
     others = (HEADS, LATENT, STATE, RecurrentSpec(4, (64, 4), None))
     monkeypatch.setattr(gated_delta_rule, "hopper_refusal", lambda: None)
     monkeypatch.setattr(gated_delta_rule, "triton_missing", lambda: "the package jax-triton is not installed")

@@ -160,10 +160,10 @@ def test_chunks_equal_the_reference(op, implementation, dtype, extreme):
 def test_the_kernel_is_the_default_repeats_its_bits_and_takes_any_checkpoint(op):
     """Long rows, whose slots go around many times; the same tokens whichever chunks the checkpoint makes of them.
 
-    Where Triton serves the delta rule, it and not Mosaic is the default (test_triton_kernels.py).
+    Where Triton serves the rule with channel gates, it is the default (test_triton_kernels.py).
     """
     scan, make, shape = SCANS[op]
-    in_triton = scan is gated_delta_rule and triton_missing() is None
+    in_triton = op == "kda" and triton_missing() is None
     inputs = make(np.random.default_rng(6), 3000, dtype=jnp.bfloat16)
     initial = jax.random.normal(jax.random.key(7), (2, *shape), jnp.float32)
     run = {way: jax.jit(functools.partial(scan, implementation=way)) for way in ("reference", "mosaic", None)}

@@ -92,7 +92,7 @@ def test_every_fourth_layer_attends_unless_the_config_says_otherwise(family, tin
 def test_qwen3_5_carries_queries_keys_and_values_in_windows_and_a_matrix_per_value_head(tiny_config):
     changes = {"linear_key_head_dim": 8, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 3}
     spec = resolved(tiny_config("qwen3_5"), **changes).attention_layers()[0]
-    assert spec == RecurrentSpec(0, (2 * 2 * 8 + 4 * 24, 3), (4, 24, 8), delta_rule=True)
+    assert spec == RecurrentSpec(0, (2 * 2 * 8 + 4 * 24, 3), (4, 24, 8))
 
 
 def test_qwen3_5_turns_a_quarter_of_a_head_in_every_spelling(tiny_config):

@@ -57,25 +57,26 @@ def decode(**options):
     return decode_op.decode_attention(*problem.decode_arguments(), scale=1.0, **options)
 
 
-def delta_rule(implementation=None, *, key_dim=128, value_dim=64, dtype=jnp.bfloat16):
+def delta_rule(implementation=None, *, key_dim=128, value_dim=64, dtype=jnp.bfloat16, channel_gates=True):
     inputs = random_delta_rule(
         np.random.default_rng(1), 2, key_heads=1, heads=1, key_dim=key_dim, value_dim=value_dim,
-        decay_per_channel=False, dtype=dtype,
+        decay_per_channel=channel_gates, dtype=dtype,
     )  # fmt: skip
     initial = jnp.zeros((1, 1, value_dim, key_dim))
     return delta_op.gated_delta_rule(inputs, initial, ragged_rows([2]), implementation=implementation)
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_the_delta_rule_takes_triton_where_it_serves_and_then_mosaic(ran, monkeypatch):
+def test_the_delta_rule_with_channel_gates_takes_triton_where_it_serves_and_then_mosaic(ran, monkeypatch):
     delta_rule()
     delta_rule("mosaic")
     delta_rule(key_dim=64)  # Mosaic serves it
+    delta_rule(channel_gates=False)  # Mosaic is the faster
     monkeypatch.setattr(delta_op, "triton_missing", lambda: "the package jax-triton is not installed")
     delta_rule()
-    assert ran == ["triton", "mosaic", "mosaic", "mosaic"]
+    assert ran == ["triton", "mosaic", "mosaic", "mosaic", "mosaic"]
     delta_rule(dtype=jnp.float32)
-    assert len(ran) == 4
+    assert len(ran) == 5
     with pytest.raises(ValueError, match="'triton' cannot serve this call: the package jax-triton is not installed"):
         delta_rule("triton")
 

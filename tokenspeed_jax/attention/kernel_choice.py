@@ -48,7 +48,7 @@ def mosaic_refusals(
 
 
 def triton_refusal(layers: Iterable[LayerSpec], dtype: str) -> str | None:
-    """Why some layer's gated delta rule over many tokens does not run in Triton, the fastest; None when all do.
+    """Why some layer's delta rule with a gate a channel does not prefill in Triton, the fastest; None when all do.
 
     Layers of any other kind have no kernel in Triton that is their fastest, and no reason here.
 
@@ -57,7 +57,7 @@ def triton_refusal(layers: Iterable[LayerSpec], dtype: str) -> str | None:
     """
     for layer in layers:
         match layer:
-            case RecurrentSpec(state_shape=(_, value_dim, key_dim), delta_rule=True):
+            case RecurrentSpec(state_shape=(_, value_dim, key_dim), channel_gates=True):
                 refusal = gated_delta_rule.triton_refusal(key_dim=key_dim, value_dim=value_dim, dtype=dtype)
                 if refusal is not None:
                     return f"layer {layer.layer_id}: {refusal}"

@@ -123,7 +123,7 @@ class _CachePlanner:
                 _LOG.warning("%s runs in XLA, not in the Mosaic GPU kernel: %s", operation, reason)
         slower = triton_refusal(self._source.config.attention_layers(), self._source.dtype.name)
         if slower and self._device.platform == "gpu" and self._config.attention_implementation == "auto":
-            _LOG.info("prefill of the gated delta rule does not run in the Triton kernels: %s", slower)
+            _LOG.info("prefill of the delta rule with a gate a channel does not run in the Triton kernels: %s", slower)
 
     def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""
