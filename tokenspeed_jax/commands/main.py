@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_usage()}\n{PROG}: error: {said}{hint}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"tokenspeed_jax.commands.{words[0]}")
-    return command.run(words[1:], prog=f"{PROG} {words[0]}")
+    try:
+        return command.run(words[1:], prog=f"{PROG} {words[0]}")
+    except BrokenPipeError:
+        # Whoever read the output has gone; what is left in the buffer must not fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _usage() -> str:

@@ -51,9 +51,7 @@ class EngineConfig:
     """
 
     model: str = field(
-        metadata=about(
-            "checkpoint folder, GGUF file, or Hugging Face hub id", section="model", aliases=("model_path",)
-        )
+        metadata=about("checkpoint folder, GGUF file, or Hugging Face hub id", section="model", aliases=("model_path",))
     )
     revision: str | None = field(default=None, metadata=about("branch, tag or commit of a hub id"))
     dtype: DType = field(

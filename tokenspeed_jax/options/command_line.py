@@ -26,12 +26,14 @@ class Configuration:
         omitted: fields that would have no effect in this command and are not offered.
         defaults: values in place of the dataclass's own defaults.
         positional: a field that may also be given without its name.
+        section: heading of the options whose fields begin no section of their own.
     """
 
     kind: type
     omitted: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     positional: str | None = None
+    section: str = "options"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class CommandLine:
         self._options = [
             option
             for configuration in configurations
-            for option in options_of(configuration.kind, configuration.defaults, configuration.omitted)
+            for option in options_of(
+                configuration.kind, configuration.defaults, configuration.omitted, configuration.section
+            )
         ]
         self._by_name = {name: option for option in self._options for name in option.all_names}
         if len(self._by_name) != sum(len(option.all_names) for option in self._options):
@@ -152,7 +156,8 @@ class CommandLine:
         limit = 0 if self._positional is None else 1
         if len(found) > limit:
             raise OptionError(f"unexpected argument {found[limit]!r}")
-        return [_Given(self._positional, word, repr(word)) for word in found if self._positional is not None]
+        option = self._positional
+        return [] if option is None else [_Given(option, word, option.field.upper()) for word in found]
 
     def _in_file(self, path: str) -> Iterator[_Given]:
         for key, value in read_config_file(path).items():

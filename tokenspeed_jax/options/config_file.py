@@ -31,8 +31,12 @@ def read_config_file(path: str) -> dict[str, Any]:
         value = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
         raise OptionError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise OptionError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from None
+    except yaml.MarkedYAMLError as error:
+        # The line itself stays out of the message: it may hold a key.
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise OptionError(f"--config {path}{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        raise OptionError(f"--config {path} is no YAML in UTF-8") from None
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -60,7 +64,7 @@ def _parse_scalar(value: Any, kind: ValueKind) -> Any:
             raise OptionError(f"must be true or false, got {value!r}")
         return value
     if kind.is_text and not isinstance(value, str):
-        raise OptionError(f"must be text, got {value!r}; put it in quotes")
+        raise OptionError("must be text; put the value in quotes")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise OptionError(f"must be one value, got {value!r}")
     return kind.parse(str(value))

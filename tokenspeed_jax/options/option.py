@@ -46,19 +46,21 @@ class Option:
         return (*self.names, *self.near_names, *self.opposites)
 
 
-def options_of(configuration: type, defaults: Mapping[str, Any], omitted: frozenset[str]) -> Iterator[Option]:
+def options_of(
+    configuration: type, defaults: Mapping[str, Any], omitted: frozenset[str], section: str
+) -> Iterator[Option]:
     """The options of a dataclass in the order of its fields.
 
     Args:
         defaults: defaults in place of the dataclass's own.
         omitted: fields that are not offered.
+        section: heading of fields before the first one that begins a section.
 
     Raises:
         TypeError: a field has no help, or a type that no option can have.
     """
     hints = get_type_hints(configuration)
     described = _attributes(configuration)
-    section = "options"
     for item in fields(configuration):
         about = item.metadata
         section = about.get("section") or section

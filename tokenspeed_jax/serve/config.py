@@ -70,9 +70,7 @@ class ServerConfig:
     reasoning_parser: ReasoningFormat | None = field(
         default=None, metadata=about("how the model marks its reasoning, which is then kept apart from the content")
     )
-    log_level: LogLevel = field(
-        default="info", metadata=about("least severe messages that are printed", section="log")
-    )
+    log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
 
     def __post_init__(self) -> None:
