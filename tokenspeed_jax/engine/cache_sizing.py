@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.cache.bridge import capacity_model
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.limits import EngineLimits
@@ -108,7 +109,7 @@ class CacheSizing:
         pages = self._capacity_model(limits, setup).single_request_group_pages(limits.max_model_len)
         return {spec.group_id: n for spec, n in zip(setup.specs, pages, strict=True) if spec.family == "state"}
 
-    def _capacity_model(self, limits: EngineLimits, setup: CacheSetup):  # noqa: ANN202 - an extension's type
+    def _capacity_model(self, limits: EngineLimits, setup: CacheSetup) -> scheduling.CapacityModel:
         packing = {group.group_id: group.cache_blocks_per_lcm_block for group in setup.plan.groups}
         return capacity_model(
             setup.specs, packing, setup.plan.prefix_granularity, scheduler_limits(self._config, limits)

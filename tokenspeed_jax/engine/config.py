@@ -21,6 +21,7 @@ def about(
     near_aliases: Mapping[str, str] = _NONE,
     opposites: tuple[str, ...] = (),
     spellings: Mapping[str, str] = _NONE,
+    alternative_to: str | None = None,
 ) -> dict[str, Any]:
     """Field metadata from which the command line is made.
 
@@ -31,6 +32,7 @@ def about(
         near_aliases: names that other servers use for nearly the same; each is taken and what differs is printed.
         opposites: names of switches that turn this switch off.
         spellings: other spellings of the option's values.
+        alternative_to: a field beside which this one would have no effect; not both can be given.
     """
     return {
         "help": help_text,
@@ -39,6 +41,7 @@ def about(
         "near_aliases": near_aliases,
         "opposites": opposites,
         "spellings": spellings,
+        "alternative_to": alternative_to,
     }
 
 
@@ -91,6 +94,7 @@ class EngineConfig:
         metadata=about(
             "share of the memory that JAX may allocate that the engine uses, above 0 up to 1",
             section="memory",
+            alternative_to="kv_cache_memory_bytes",
             near_aliases={
                 "mem_fraction_static": "the share counts a step's temporaries too, which SGLang leaves out, and is of "
                 "what JAX may allocate, not of the whole GPU"

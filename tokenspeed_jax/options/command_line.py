@@ -134,12 +134,20 @@ class CommandLine:
             raise OptionError(f"{_CONFIG} is given twice: {', '.join(sorted(files))}")
         from_file = _merged(self._in_file(path) for path in files)
         spelled = [(name, value) for name, value in namespace.recorded if name != _CONFIG]
-        on_line = [self._recorded(name, value) for name, value in spelled]
+        on_line = [self._read(self._by_name[name.removeprefix("--")], name, value) for name, value in spelled]
         on_line += self._positionals(rest, argv[end + 1 :])
-        return from_file | _merged([on_line])
+        from_line = _merged([on_line])
+        pairs = [(item.field, item.alternative_to) for item in self._options if item.alternative_to is not None]
+        for pair in pairs:
+            _check_alternatives(pair, from_file)
+            _check_alternatives(pair, from_line)
+            if any(name in from_line for name in pair):
+                from_file = {name: item for name, item in from_file.items() if name not in pair}
+        return from_file | from_line
 
-    def _recorded(self, spelled: str, text: str) -> _Given:
-        option = self._by_name[spelled.removeprefix("--")]
+    def _read(self, option: Option, name: str, text: str) -> _Given:
+        """An option on the command line; without a name it is the positional."""
+        spelled = name or option.field.upper()
         if option.kind.is_switch:
             return _given(option, spelled, True)
         try:
@@ -156,8 +164,7 @@ class CommandLine:
         limit = 0 if self._positional is None else 1
         if len(found) > limit:
             raise OptionError(f"unexpected argument {found[limit]!r}")
-        option = self._positional
-        return [] if option is None else [_Given(option, word, option.field.upper()) for word in found]
+        return [] if self._positional is None else [self._read(self._positional, "", word) for word in found]
 
     def _in_file(self, path: str) -> Iterator[_Given]:
         for key, value in read_config_file(path).items():
@@ -244,6 +251,12 @@ def _merged(sources: Iterable[Iterable[_Given]]) -> dict[str, _Given]:
         elif before.value != item.value:
             raise OptionError(f"{before.spelled} and {item.spelled} contradict each other")
     return merged
+
+
+def _check_alternatives(pair: tuple[str, str], given: Mapping[str, _Given]) -> None:
+    first, second = (given.get(name) for name in pair)
+    if first is not None and second is not None:
+        raise OptionError(f"{first.spelled} has no effect beside {second.spelled}; give one of them")
 
 
 def _with_dashes(word: str) -> str:

@@ -29,6 +29,7 @@ class Option:
         names: the field's own name and those that mean the same, without dashes in front.
         near_names: names that mean nearly the same, and what differs.
         opposites: names that turn the switch off.
+        alternative_to: a field beside which this one has no effect.
     """
 
     field: str
@@ -39,6 +40,7 @@ class Option:
     names: tuple[str, ...]
     near_names: Mapping[str, str]
     opposites: tuple[str, ...]
+    alternative_to: str | None
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -83,6 +85,7 @@ def options_of(
             names=tuple(map(_dashed, (item.name, *about.get("aliases", ())))),
             near_names=near,
             opposites=opposites,
+            alternative_to=about.get("alternative_to"),
         )
 
 

@@ -65,10 +65,26 @@ class ServerConfig:
         metadata=about("let the model call tools; needs tool_call_parser", section="tools and reasoning"),
     )
     tool_call_parser: ToolCallFormat | None = field(
-        default=None, metadata=about("how the model writes tool calls; needs enable_auto_tool_choice")
+        default=None,
+        metadata=about(
+            "how the model writes tool calls; needs enable_auto_tool_choice",
+            spellings={
+                "qwen": "hermes",
+                "qwen25": "hermes",
+                "llama3": "llama3_json",
+                "deepseekv3": "deepseek_v3",
+                "deepseekv31": "deepseek_v31",
+                "gpt-oss": "openai",
+                "minimax-m2": "minimax_m2",
+            },
+        ),
     )
     reasoning_parser: ReasoningFormat | None = field(
-        default=None, metadata=about("how the model marks its reasoning, which is then kept apart from the content")
+        default=None,
+        metadata=about(
+            "how the model marks its reasoning, which is then kept apart from the content",
+            spellings={"deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "gpt-oss": "openai_gptoss"},
+        ),
     )
     log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))

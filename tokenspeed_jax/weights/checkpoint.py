@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from tokenspeed_jax.errors import CheckpointError
+from tokenspeed_jax.errors import CheckpointError, ConfigError
 from tokenspeed_jax.weights import hub
 from tokenspeed_jax.weights.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, weight_files
 from tokenspeed_jax.weights.tensor_source import TensorSource
@@ -72,8 +72,9 @@ def open_checkpoint(model: str, *, revision: str | None = None, progress: bool =
 
     Raises:
         CheckpointError: nothing is there, or files are missing or malformed; the message names them.
+        ConfigError: a revision of something else than a hub id.
     """
-    path = _local(model)
+    path = _local(model, revision)
     if path is None:
         return _open_folder(hub.download(model, revision=revision, progress=progress), model)
     if path.is_dir():
@@ -91,8 +92,9 @@ def open_config(model: str, *, revision: str | None = None, progress: bool = Tru
 
     Raises:
         CheckpointError: nothing is there, or `config.json` is missing or malformed.
+        ConfigError: a revision of something else than a hub id.
     """
-    path = _local(model)
+    path = _local(model, revision)
     if path is not None and path.suffix == ".gguf" and path.is_file():
         return open_checkpoint(model)
     if path is None:
@@ -103,9 +105,11 @@ def open_config(model: str, *, revision: str | None = None, progress: bool = Tru
     return CheckpointConfig(model, _read_object(file))
 
 
-def _local(model: str) -> Path | None:
+def _local(model: str, revision: str | None) -> Path | None:
     """The folder or GGUF file that `model` is; None for a hub id. Raises `CheckpointError` when it is none of these."""
     path = Path(model).expanduser()
+    if path.exists() and revision is not None:
+        raise ConfigError(f"revision {revision} has no effect: {model} is no hub id", field="revision")
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
