@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -135,8 +136,7 @@ class CommandLine:
         from_file = _merged(self._in_file(path) for path in files)
         spelled = [(name, value) for name, value in namespace.recorded if name != _CONFIG]
         on_line = [self._read(self._by_name[name.removeprefix("--")], name, value) for name, value in spelled]
-        on_line += self._positionals(rest, argv[end + 1 :])
-        from_line = _merged([on_line])
+        from_line = _merged([on_line, self._positionals(rest, argv[end + 1 :], on_line)])
         pairs = [(item.field, item.alternative_to) for item in self._options if item.alternative_to is not None]
         for pair in pairs:
             _check_alternatives(pair, from_file)
@@ -156,7 +156,7 @@ class CommandLine:
             raise OptionError(f"argument {spelled}: {error}") from None
         return _given(option, spelled, (value,) if option.kind.is_list else value)
 
-    def _positionals(self, words: list[str], literal: list[str]) -> list[_Given]:
+    def _positionals(self, words: list[str], literal: list[str], named: list[_Given]) -> list[_Given]:
         for word in words:
             if word.startswith("-") and word != "-":
                 raise OptionError(_unknown(word.partition("=")[0], (f"--{name}" for name in self._by_name)))
@@ -164,7 +164,11 @@ class CommandLine:
         limit = 0 if self._positional is None else 1
         if len(found) > limit:
             raise OptionError(f"unexpected argument {found[limit]!r}")
-        return [] if self._positional is None else [self._read(self._positional, "", word) for word in found]
+        given = [] if self._positional is None else [self._read(self._positional, "", word) for word in found]
+        for item, other in itertools.product(given, named):
+            if item.option is other.option and item.value != other.value:
+                raise OptionError(f"unexpected argument {found[0]!r}: {other.spelled} is given already")
+        return given
 
     def _in_file(self, path: str) -> Iterator[_Given]:
         for key, value in read_config_file(path).items():
