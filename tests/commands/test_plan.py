@@ -11,7 +11,9 @@ from jax._src import xla_bridge
 
 from tokenspeed_jax import Engine, EngineConfig
 from tokenspeed_jax.commands.main import main
+from tokenspeed_jax.commands.plan import PlanConfig, make_plan
 from tokenspeed_jax.engine.memory import group_lines
+from tokenspeed_jax.options import CommandLine, Configuration
 from tokenspeed_jax.weights import hub, safetensors_source
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
@@ -40,18 +42,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_the_plan_is_what_the_engine_does(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}
-    text = plan(
-        str(TINY / family), *(f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()), capsys=capsys
-    )
+    words = [str(TINY / family), *(f"--{name.replace('_', '-')}={value}" for name, value in sizes.items())]
+    text = plan(*words, capsys=capsys)
+    line = CommandLine("plan", "", Configuration(PlanConfig), Configuration(EngineConfig, positional="model"))
+    planned = make_plan(line.parse(words), None)
     config = EngineConfig(model=str(TINY / family), warmup=False, disable_progress_bars=True, **sizes)
     with Engine(config) as engine:
         report = engine.memory_report
         assert f"({report.weights} bytes)" in text
         assert f"({report.num_parents} parents of {report.parent_bytes} bytes)" in text
         assert "\n".join(group_lines(report.groups)) in text
-        state = re.search(r"device state  ([0-9.]+) GiB", text)
-        assert state is not None
-        assert float(state[1]) == pytest.approx(report.device_state / 2**30, abs=0.001)
+        assert planned.device_state == pytest.approx(report.device_state, rel=0.05)
+        assert planned.limits.max_model_len == engine.max_model_len
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "kimi_linear", "minimax", "mamba2", "lfm2"])

@@ -99,6 +99,8 @@ def _generate(engine: Engine, task: GenerateConfig, params: SamplingParams) -> N
     if task.chat and task.prompt is None:
         _converse(engine, history, params)
         return
+    if task.prompt is None and sys.stdin.isatty():
+        print("the prompt, up to the end of the input (Ctrl-D):", file=sys.stderr, flush=True)
     prompt: Prompt = sys.stdin.read() if task.prompt is None else task.prompt
     if task.chat:
         prompt = [*history, {"role": "user", "content": prompt}]
