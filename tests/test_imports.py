@@ -12,6 +12,7 @@ ABSENT = (
     "msgspec",
     "gguf",
     "prometheus_client",
+    "h11",
     "llguidance",
     "openai",
 )
@@ -34,6 +35,7 @@ options = dict(max_model_len=128, kv_cache_memory_bytes=1 << 22, warmup=False, d
 with Engine(EngineConfig(model={model!r}, dtype="float32", **options)) as engine:
     output = engine.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))[0]
 assert len(output.samples[0].token_ids) == 3
+assert not {{"tokenspeed_jax.options", "tokenspeed_jax.commands"}} & set(sys.modules)
 """
 
 
