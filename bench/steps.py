@@ -174,7 +174,9 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class Recorder:
-    """Keeps the last decode batch of a given number of rows that the engine dispatched."""
+    """Keeps the last batch of each kind that the engine dispatched: decode batches by rows, others as `EXTEND`."""
+
+    EXTEND = 0
 
     def __init__(self, engine: Engine) -> None:
         self._programs = engine._assembly.programs
@@ -184,19 +186,23 @@ class Recorder:
         self._programs.run = self._record  # type: ignore[method-assign]
 
     def _record(self, built: BuiltBatch) -> jax.Array:
-        if built.layout.bucket.mode == "decode":
-            self._last[len(built.rows)] = built
-        self._dispatched.append((len(built.rows) if built.layout.bucket.mode == "decode" else 0, time.perf_counter()))
+        kind = len(built.rows) if built.layout.bucket.mode == "decode" else self.EXTEND
+        self._last[kind] = built
+        self._dispatched.append((kind, time.perf_counter()))
         return self._run(built)
 
-    def served_interval(self, rows: int) -> float:
-        """Median seconds from one dispatch to the next while the engine served decode steps of `rows` rows."""
+    def served_intervals(self, kind: int) -> list[float]:
+        """Seconds from one dispatch to the next while the engine served steps of one kind."""
         pairs = itertools.pairwise(self._dispatched)
-        return float(np.median([after - before for (a, before), (b, after) in pairs if a == b == rows]))
+        return [after - before for (a, before), (b, after) in pairs if a == b == kind]
 
-    def replay(self, rows: int, count: int) -> float:
-        """Seconds per step of `count` dispatches of the last decode batch of `rows` rows."""
-        built = dataclasses.replace(self._last[rows], early_changes=())
+    def forget_times(self) -> None:
+        """Leaves what was served so far out of the intervals."""
+        self._dispatched.clear()
+
+    def replay(self, kind: int, count: int) -> float:
+        """Seconds per step of `count` dispatches of the last batch of a kind."""
+        built = dataclasses.replace(self._last[kind], early_changes=())
         start = time.perf_counter()
         for _ in range(count):
             out = self._run(built)
@@ -245,6 +251,7 @@ def time_generate(engine: Engine, shape: Shape, recorder: Recorder, rate: float)
     times = []
     for seed in range(2):
         batch = prompts(256, 1024, shape.hf["vocab_size"], seed)
+        recorder.forget_times()
         start = time.perf_counter()
         engine.generate(batch, greedy(256))
         times.append(time.perf_counter() - start)
@@ -253,9 +260,15 @@ def time_generate(engine: Engine, shape: Shape, recorder: Recorder, rate: float)
     floor += sum(shape.decode_bytes(weights, 256, 1024 + i) for i in range(1, 256)) / rate
     print(f"generate 256 x (1,024 + 256): {took:.2f} s, floor {floor:.2f} s, {floor / took:.2f} of it, ", end="")
     print(f"{256 * 256 / took:.0f} tokens/s (first run, compiling: {times[0]:.1f} s)", flush=True)
-    served, replayed = recorder.served_interval(256), recorder.replay(256, REPLAYED)
+    served, replayed = float(np.median(recorder.served_intervals(256))), recorder.replay(256, REPLAYED)
     print(f"  decode steps of 256 rows come every {served * 1e3:.2f} ms; dispatched alone they take ", end="")
     print(f"{replayed * 1e3:.2f} ms: the GPU is busy {replayed / served:.3f} of the time", flush=True)
+    mixed = recorder.served_intervals(recorder.EXTEND)
+    print(
+        f"  {len(mixed) + 1} steps with prompts, every {np.median(mixed) * 1e3:.0f} ms; the last one alone takes ",
+        end="",
+    )
+    print(f"{recorder.replay(recorder.EXTEND, 3) * 1e3:.0f} ms", flush=True)
     return {"seconds": took, "floor": floor, "busy": replayed / served}
 
 

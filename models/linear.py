@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import AttentionSpec
+from tokenspeed_jax.pallas_kernels.linear import linear
 
 INITIAL_STDDEV = 0.02
 
@@ -37,8 +38,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
-        y = jnp.einsum("ti,oi->to", x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...]
+        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
 class QKVLinear(nnx.Module):
