@@ -186,7 +186,7 @@ class Recorder:
         self._programs.run = self._record  # type: ignore[method-assign]
 
     def _record(self, built: BuiltBatch) -> jax.Array:
-        kind = len(built.rows) if built.layout.bucket.mode == "decode" else self.EXTEND
+        kind = len(built.slots) if built.layout.bucket.mode == "decode" else self.EXTEND
         self._last[kind] = built
         self._dispatched.append((kind, time.perf_counter()))
         return self._run(built)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import pytest
 from hypothesis import settings
 
+from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 from tokenspeed_jax.weights.demo import demo_checkpoint
@@ -23,6 +25,15 @@ GOLDEN = Path(__file__).parent / "golden"
 
 # Tests that compile much and run it once or twice. Optimised programs are what every other folder runs.
 COMPILED_QUICKLY = ("models", "pallas_kernels")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compilation cache of this run, which its worker processes share: modules compile the same programs."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_programs"
+    use_compilation_cache(str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

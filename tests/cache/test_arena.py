@@ -225,7 +225,7 @@ def test_zero_blocks_takes_any_number_of_ids_with_one_program() -> None:
     arena.zero_blocks({"full_attention": [1]})
     arena.zero_blocks({"full_attention": [], "sliding_attention": []})
     arena.zero_blocks({"sliding_attention": np.arange(2, 2 * ZERO_WIDTH + 5, dtype=np.int32)})  # pyright: ignore
-    assert arena._zero._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    assert arena.compilations == 1
     left = np.asarray(arena.planes["unit.0.k"]).any(axis=1)
     np.testing.assert_array_equal(np.flatnonzero(left), np.arange(2 * ZERO_WIDTH + 5, 3 * ZERO_WIDTH + 1))
 
@@ -339,8 +339,7 @@ def test_zeroing_aliases_every_plane_and_its_temp_does_not_grow() -> None:
     temps = []
     for parents in (2000, 8000):
         arena = ordinary(HYBRID, parents)
-        ids = jnp.zeros((2, ZERO_WIDTH), jnp.int32)
-        memory = arena._zero.lower(arena.planes, ids).compile().memory_analysis()  # pyright: ignore
+        memory = arena.compile_zeroing().memory_analysis()
         assert memory.alias_size_in_bytes == arena.plan.plane_buffer_bytes
         temps.append(memory.temp_size_in_bytes)
         old = dict(arena.planes)

@@ -64,9 +64,9 @@ def test_copying_compiles_once_aliases_every_plane_and_its_temp_does_not_grow() 
     temps = []
     for parents in (2000, 8000):
         arena = ordinary(HYBRID, parents)
-        assert not arena.copies_are_compiled
+        assert arena.compilations == 0
         arena.copy_blocks({"full_attention": []})
-        assert not arena.copies_are_compiled
+        assert arena.compilations == 0
         programs = arena.compile_copies()
         reading, writing = (program.memory_analysis() for program in (programs.read, programs.write))
         assert writing.alias_size_in_bytes == arena.plan.plane_buffer_bytes

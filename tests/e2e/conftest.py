@@ -18,12 +18,6 @@ ServerFactory = Callable[[str], ServerProcess]
 
 
 @pytest.fixture(scope="session")
-def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compilation cache that all servers of the session share."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="session")
 def small_options(compiled_programs: Path) -> list[str]:
     """Options of a small float32 server on a free port."""
     return [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
@@ -22,13 +23,14 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, compiled_programs: Path) -> Iterator[Served]:
+    # The sizes of test_real_models.py: the same programs, which only one of the two has to compile.
     path = request.getfixturevalue(CHECKPOINTS[request.param])
     prompts = json.loads((TINY.parent / f"{request.param}.json").read_text())["prompts"]
     options = [
         "--model", str(path), "--served-model-name=real", "--port=0", "--dtype=float32", "--max-model-len=1280",
-        "--max-num-batched-tokens=512", "--kv-cache-memory-bytes=536870912", "--no-warmup",
-        "--disable-progress-bars",
+        "--max-num-seqs=16", "--max-num-batched-tokens=1280", "--kv-cache-memory-bytes=536870912", "--no-warmup",
+        f"--compilation-cache-dir={compiled_programs}", "--disable-progress-bars",
     ]  # fmt: skip
     with (
         ServerProcess(options) as server,

@@ -295,10 +295,8 @@ def test_a_dying_step_loop_fails_its_requests_and_says_why(monkeypatch: pytest.M
 
 
 def test_an_engine_takes_a_model_that_already_exists(engine: Engine) -> None:
-    from flax import nnx
-
     assembly = engine._assembly
-    model = nnx.merge(assembly.programs.model.graph, assembly.programs.weights)
+    model = assembly.programs.model.structure.module(assembly.programs.weights)
     config = dataclasses.replace(engine.config, model="mine", warmup=False)
     with Engine.from_model(model, config) as other:
         assert other.generate(ids(17), GREEDY)[0].samples[0].token_ids == (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tokenspeed_jax.cache.arena import ZERO_WIDTH, CacheArena
+from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.models.attention import AttentionSpec
 from tokenspeed_jax.recipes.base import SchedulerLimits
 from tokenspeed_jax.recipes.ordinary import OrdinaryRecipe
@@ -64,8 +64,7 @@ def test_the_last_page_of_a_large_plane_is_written_read_copied_and_zeroed_in_pla
         assert bool(jnp.array_equal(plane[-2], plane[-1]))
     assert bool(jnp.any(arena.planes[arena.plane_of("layer.0.k")][-2]))
 
-    ids = jnp.zeros((1, ZERO_WIDTH), jnp.int32)
-    memory = arena._zero.lower(arena.planes, ids).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+    memory = arena.compile_zeroing().memory_analysis()
     assert memory.alias_size_in_bytes == arena.plan.plane_buffer_bytes
     assert memory.temp_size_in_bytes < 64 * 2**20
     arena.zero_blocks({"full_attention": [last]})

@@ -76,6 +76,16 @@ def packed(prompts, length):
         yield row["prompts"], (jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(segments))
 
 
+@pytest.fixture
+def optimised():
+    """Compiles as every other folder does: a real model runs longer than it compiles."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(("name", "length"), [("smollm2-135m", 1024), ("gemma3-270m", 1536)])
 def test_real_model_scores_what_transformers_scores(name, length, real_golden, request):
     """All prompts and outputs, packed into few rows, so that this also shows that sequences do not see each other."""

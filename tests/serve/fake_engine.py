@@ -14,6 +14,7 @@ from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
 from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
@@ -113,6 +114,7 @@ class FakeEngine:
 
     config = EngineConfig(model="/models/fake", max_num_seqs=8)
     memory_report = REPORT
+    start_report = StartReport(loading=1.5, planning=0.5, compiling=20.0, programs=12, from_cache=3)
     model_name = "fake/model"
     max_model_len = 256
     cached_tokens = 3

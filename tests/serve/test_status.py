@@ -33,7 +33,7 @@ def test_version_is_the_packages(client: TestClient) -> None:
     assert client.get("/version").json() == {"version": tokenspeed_jax.__version__}
 
 
-def test_server_info_has_model_configuration_and_memory_by_group(engine: FakeEngine) -> None:
+def test_server_info_has_model_configuration_start_and_memory_by_group(engine: FakeEngine) -> None:
     config = ServerConfig(served_model_name="mine", port=0, max_body_bytes=999)
     with TestClient(create_app(engine, config)) as client:
         info = client.get("/server_info").json()
@@ -44,6 +44,7 @@ def test_server_info_has_model_configuration_and_memory_by_group(engine: FakeEng
     assert not [name for name in info["server_config"] if "key" in name]
     assert info["memory"]["weights"] == 1000
     assert info["memory"]["free"] is None
+    assert (info["start"]["compiling"], info["start"]["programs"], info["start"]["from_cache"]) == (20.0, 12, 3)
     (group,) = info["memory"]["groups"]
     assert (group["group_id"], group["capacity"], group["unit"]) == ("layers.full", 256, "tokens")
 

@@ -5,7 +5,7 @@ the arena is the only owner, so no old buffer survives a step. Parent 0 of every
 as zeros for the engine's life, because no writer ever stores there.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,7 @@ class CacheArena:
         )
         self._sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         self._group_ids = tuple(spec.group_id for spec in specs)
-        self._zero: Callable[[Planes, Int32[Array, "groups ids"]], Planes] = jax.jit(
-            self._zero_program, donate_argnums=0
-        )
+        self._zero: Any = None
         self._copy: CopyPrograms | None = None
         self.planes: Planes = self._zeros()
 
@@ -145,11 +143,18 @@ class CacheArena:
             for row, group_id in enumerate(self._group_ids):
                 part = checked.get(group_id, [])[start : start + ZERO_WIDTH]
                 ids[row, : len(part)] = part
-            self.planes = self._zero(self.planes, jnp.asarray(ids))
+            zero = self._zero or self.compile_zeroing()
+            self.planes = zero(self.planes, ids)
+
+    def compile_zeroing(self) -> Any:
+        """Compiles what `zero_blocks` runs (`jax.stages.Compiled`), so that its first call need not."""
+        ids = jax.ShapeDtypeStruct((len(self._group_ids), ZERO_WIDTH), jnp.int32)
+        self._zero = jax.jit(self._zero_program, donate_argnums=0).lower(self._plane_shapes(), ids).compile()
+        return self._zero
 
     def compile_copies(self) -> "CopyPrograms":
         """Compiles what `copy_blocks` runs, so that its first call need not."""
-        planes = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self.planes.items()}
+        planes = self._plane_shapes()
         ids = jax.ShapeDtypeStruct((len(self._group_ids), COPY_WIDTH), jnp.int32)
         payloads = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding),
@@ -162,9 +167,12 @@ class CacheArena:
         return self._copy
 
     @property
-    def copies_are_compiled(self) -> bool:
-        """Whether `copy_blocks` runs without compiling anything."""
-        return self._copy is not None
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return (self._zero is not None) + 2 * (self._copy is not None)
+
+    def _plane_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self.planes.items()}
 
     def copy_blocks(self, copies: Mapping[str, Iterable[tuple[int, int]]]) -> None:
         """Writes the payload of blocks to other blocks of their groups (local ids).

@@ -69,6 +69,10 @@ def run(argv: Sequence[str], prog: str) -> int:
     if task.chat and task.prompt is None and params.n > 1:
         options.refuse("a conversation goes on from one reply", "n")
     config = dataclasses.replace(options.of(EngineConfig), max_num_seqs=params.n)
+    if config.compilation_cache_dir is None:
+        from tokenspeed_jax.engine.compilation_cache import default_cache_folder
+
+        config = dataclasses.replace(config, compilation_cache_dir=default_cache_folder())
     try:
         with Engine(config) as engine:
             _generate(engine, task, params)

@@ -2,11 +2,8 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import jax
-from flax import nnx
 
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals, triton_refusal
@@ -18,6 +15,7 @@ from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.engine.batch import BatchBuilder
 from tokenspeed_jax.engine.buckets import BucketTable
 from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
+from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
@@ -25,6 +23,8 @@ from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limi
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.scorer import Scorer
 from tokenspeed_jax.engine.source import ModelSource
+from tokenspeed_jax.engine.split_model import SplitModel
+from tokenspeed_jax.engine.start_report import Laps, StartReport
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import StepModel, init_device_state
 from tokenspeed_jax.errors import ConfigError
@@ -45,6 +45,7 @@ class Assembly:
     stats: StatsCollector
     scorer: Scorer
     report: MemoryReport
+    start: StartReport
 
     def free(self) -> None:
         """Drops the arena and the device state; the loop must have ended."""
@@ -60,7 +61,7 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         CheckpointError: weights that do not fit the architecture.
     """
     device = jax.devices()[0]
-    _use_compilation_cache(config)
+    use_compilation_cache(config.compilation_cache_dir)
     limits = EngineLimits.resolve(
         config,
         model_limit=source.config.max_position_embeddings,
@@ -69,21 +70,24 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
     )
     planner = _CachePlanner(config, source, limits, device)
     planner.check_cheap_limits()
-    model = source.build()
-    graph, weights = nnx.split(model)
-    limits, setup = planner.plan(graph, weights)
+    laps = Laps()
+    model = SplitModel.of(source.build())
+    loading = laps.lap()
+    limits, setup = planner.plan(model)
 
-    step_model = _step_model(config, source, graph, setup, limits)
+    step_model = _step_model(config, source, model, setup, limits)
     arena = step_model.arena
     state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
-    programs = StepPrograms(step_model, weights, state, limits.max_model_len)
+    programs = StepPrograms(step_model, model.weights, state, limits.max_model_len)
     buckets = _buckets(limits, device)
     builder = BatchBuilder(buckets, step_model.router)
+    planning, from_cache = laps.lap(), 0
     if config.warmup:
         layouts = [builder.layout(bucket) for bucket in buckets.all()]
-        programs.warm_up(layouts, progress=not config.disable_progress_bars)
+        from_cache = programs.warm_up(layouts, progress=not config.disable_progress_bars)
+    start = StartReport(loading, planning, laps.lap(), programs.compilations, from_cache)
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
-    for line in report.lines():
+    for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
     stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
     scheduler = scheduling.Scheduler(
@@ -97,8 +101,8 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         overlap_depth=limits.overlap_depth,
         eos_token_ids=source.eos_token_ids,
     )
-    scorer = Scorer(graph, weights, precision=step_model.precision)
-    return Assembly(source, limits, programs, loop, stats, scorer, report)
+    scorer = Scorer(model, precision=step_model.precision)
+    return Assembly(source, limits, programs, loop, stats, scorer, report, start)
 
 
 class _CachePlanner:
@@ -122,25 +126,25 @@ class _CachePlanner:
         if slower and self._device.platform == "gpu" and self._config.attention_implementation == "auto":
             _LOG.info("prefill of the delta rule with a gate a channel does not run in the Triton kernels: %s", slower)
 
-    def plan(self, graph: Any, weights: Any) -> tuple[EngineLimits, CacheSetup]:
+    def plan(self, model: SplitModel) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""
         reserved = {"device state": self.sizing.state_bytes}
         if self._config.kv_cache_memory_bytes is None and device_limit(self._device) is not None:
-            reserved["workspace"] = self._measure_workspace(graph, weights)
+            reserved["workspace"] = self._measure_workspace(model)
         limits, setup = self.sizing.setup(arena_budget(self._config, self._device, reserved=reserved))
         if limits != self._limits:
             before, after = self._limits.max_model_len, limits.max_model_len
             _LOG.warning("max_model_len is lowered from %d to the %d tokens that the arena holds", before, after)
         return limits, setup
 
-    def _measure_workspace(self, graph: Any, weights: Any) -> int:
+    def _measure_workspace(self, split: SplitModel) -> int:
         """Temporaries of the costliest step, from its compiled program over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
-        model = _step_model(self._config, self._source, graph, setup, self._limits)
+        model = _step_model(self._config, self._source, split, setup, self._limits)
         state = jax.eval_shape(
             lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size, model.router)
         )
-        programs = StepPrograms(model, weights, state, self._limits.max_model_len)
+        programs = StepPrograms(model, split.weights, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
         compiled = programs.compiled(builder.layout(buckets.all()[0]))
@@ -175,7 +179,7 @@ def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup
 
 
 def _step_model(
-    config: EngineConfig, source: ModelSource, graph: Any, setup: CacheSetup, limits: EngineLimits
+    config: EngineConfig, source: ModelSource, model: SplitModel, setup: CacheSetup, limits: EngineLimits
 ) -> StepModel:
     kernels = _choose_kernels(config, source, setup)
     arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
@@ -188,7 +192,7 @@ def _step_model(
     in_float32_on_gpu = jax.default_backend() == "gpu" and source.dtype.name == "float32"
     implementation = config.attention_implementation
     return StepModel(
-        graph=graph,
+        structure=model.structure,
         arena=arena,
         router=router,
         bindings=kernels.bindings,
@@ -214,13 +218,3 @@ def _report(
         parent_bytes=setup.plan.lcm_block_bytes,
         groups=groups,
     )
-
-
-def _use_compilation_cache(config: EngineConfig) -> None:
-    """Keeps compiled programs between runs, unless the process already keeps them somewhere."""
-    if config.compilation_cache_dir == "off" or jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder = config.compilation_cache_dir or str(Path.home() / ".cache" / "tokenspeed_jax" / "compiled")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

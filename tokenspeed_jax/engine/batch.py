@@ -18,7 +18,7 @@ from tokenspeed_jax.cache.resident_tables import TableChanges
 from tokenspeed_jax.cache.router import CacheGroupRouter
 from tokenspeed_jax.cache.state_blocks import StateBlocks
 from tokenspeed_jax.engine.buckets import Bucket, BucketTable, SamplingMode
-from tokenspeed_jax.engine.requests import SampleState
+from tokenspeed_jax.engine.requests import FLOAT_CONSTANTS, INT_CONSTANTS, SampleState
 from tokenspeed_jax.engine.sampler import RowSampling
 
 FROM_DEVICE = -1
@@ -28,9 +28,9 @@ _ALIGNMENT = 64
 """Fields begin at multiples of this many int32: XLA hands a slice to a kernel in place, and Mosaic GPU kernels take
 buffers aligned to 256 bytes only."""
 
-_FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INT_COLUMNS = ("slot", "top_k", "seed_high", "seed_low", "output_index", "min_tokens", "samples", "uses_history")
-_SLOT, _TOP_K, _SEED_HIGH, _SEED_LOW, _OUTPUT_INDEX, _MIN_TOKENS, _SAMPLES, _USES_HISTORY = range(len(_INT_COLUMNS))
+_FLOAT_COLUMNS = FLOAT_CONSTANTS
+_INT_COLUMNS = ("slot", "output_index", "samples", *INT_CONSTANTS)
+_SLOT, _OUTPUT_INDEX, _SAMPLES, _CONSTANTS = range(4)
 
 
 @dataclass(frozen=True)
@@ -119,25 +119,20 @@ class BatchLayout:
 
 
 @dataclass(frozen=True)
-class ScheduledRow:
-    """One row of a dispatched step, as landing needs it."""
-
-    sample: SampleState
-    slot: int
-    produces_token: bool
-
-
-@dataclass(frozen=True)
 class BuiltBatch:
-    """A batch ready for dispatch.
+    """A batch ready for dispatch, with what landing needs of its rows.
 
     Attributes:
+        samples, slots: of each row.
+        draws: whether the row samples a token; a prefill chunk that does not end its prompt draws none.
         early_changes: changes of the block tables for which the buffer has no room, to be applied before the step.
     """
 
     layout: BatchLayout
     buffer: np.ndarray
-    rows: tuple[ScheduledRow, ...]
+    samples: tuple[SampleState, ...]
+    slots: list[int]
+    draws: list[bool]
     early_changes: tuple[np.ndarray, ...]
 
 
@@ -148,12 +143,15 @@ class BatchBuilder:
         self._buckets = buckets
         self._router = router
         self._changes = TableChanges(router)
+        self._layouts: dict[Bucket, BatchLayout] = {}
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The buffer layout of one bucket."""
-        room = self._changes.capacity
-        changes = tuple((group, room(group, bucket.rows, bucket.tokens)) for group in self._router.group_ids)
-        return BatchLayout(bucket, changes, self._router.state_group_ids)
+        if bucket not in self._layouts:
+            room = self._changes.capacity
+            changes = tuple((group, room(group, bucket.rows, bucket.tokens)) for group in self._router.group_ids)
+            self._layouts[bucket] = BatchLayout(bucket, changes, self._router.state_group_ids)
+        return self._layouts[bucket]
 
     def note_changes(self, plan: scheduling.ExecutionPlan) -> None:
         """Remembers what every plan changes in the block tables, until the next batch takes it along."""
@@ -171,7 +169,7 @@ class BatchBuilder:
         """
         num_rows, num_prefills = len(samples), batch.num_extends()
         lengths = np.asarray(batch.input_lengths_array())
-        mode: SamplingMode = "greedy" if all(s.params.is_plain_greedy for s in samples) else "full"
+        mode: SamplingMode = "greedy" if all(s.is_plain_greedy for s in samples) else "full"
         total = int(lengths.sum())
         bucket = self._buckets.extend(total, mode) if num_prefills else self._buckets.decode(num_rows, mode)
         layout = self.layout(bucket)
@@ -188,7 +186,7 @@ class BatchBuilder:
 
         ends = np.asarray(batch.extend_prefix_lens_array()) + lengths[:num_prefills]
         view["kv_lens"][:num_prefills] = ends
-        view["kv_lens"][num_prefills:num_rows] = [s.next_length for s in samples[num_prefills:]]
+        view["kv_lens"][num_prefills:num_rows] = [s.prompt_length + s.num_dispatched for s in samples[num_prefills:]]
         completes = np.ones(num_rows, bool)
         completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
         slots = np.asarray(batch.request_pool_indices_array())
@@ -202,8 +200,7 @@ class BatchBuilder:
         )
         for group, ids in blocks.items():
             view[f"states.{group}"][:] = ids
-        rows = tuple(map(ScheduledRow, samples, slots.tolist(), completes.tolist()))
-        return BuiltBatch(layout, buffer, rows, tuple(early))
+        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), completes.tolist(), tuple(early))
 
     @staticmethod
     def _fill_sampling(
@@ -213,12 +210,10 @@ class BatchBuilder:
         ints, floats = view["ints"], view["floats"].view(np.float32)
         ints[_SLOT, :n] = slots
         ints[_SAMPLES, :n] = completes
-        ints[_TOP_K, :n] = [s.params.top_k for s in samples]
-        ints[[_SEED_HIGH, _SEED_LOW], :n] = np.array([s.seed_words for s in samples], np.uint32).T.view(np.int32)
-        ints[_USES_HISTORY, :n] = [s.params.uses_history for s in samples]
         ints[_OUTPUT_INDEX, :n] = [s.num_dispatched for s in samples]
-        ints[_MIN_TOKENS, :n] = [s.params.min_tokens for s in samples]
-        floats[:, :n] = np.array([s.float_params for s in samples], np.float32).T
+        constants = np.frombuffer(b"".join([s.constants for s in samples]), np.int32).reshape(n, -1).T
+        ints[_CONSTANTS:, :n] = constants[: len(INT_CONSTANTS)]
+        floats[:, :n] = constants[len(INT_CONSTANTS) :].view(np.float32)
         # Padding rows must not divide by zero.
         floats[_FLOAT_COLUMNS.index("repetition"), n:] = 1.0
         floats[_FLOAT_COLUMNS.index("top_p"), n:] = 1.0

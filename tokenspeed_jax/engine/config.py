@@ -148,7 +148,10 @@ class EngineConfig:
     )
     compilation_cache_dir: str | None = field(
         default=None,
-        metadata=about("folder of compiled programs; default ~/.cache/tokenspeed_jax/compiled; 'off' keeps none"),
+        metadata=about(
+            "folder that keeps compiled programs between starts; default: of a server "
+            "~/.cache/tokenspeed_jax/compiled, in other programs what JAX is set to; 'off' sets nothing"
+        ),
     )
     warmup: bool = field(
         default=True, metadata=about("compile every bucket at start; without it a bucket compiles on first use")
@@ -170,6 +173,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}", field=name)
+        if self.compilation_cache_dir == "":
+            raise ConfigError("compilation_cache_dir must not be empty", field="compilation_cache_dir")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}", field="seed")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

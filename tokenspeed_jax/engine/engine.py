@@ -24,6 +24,7 @@ from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
+from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.stats import EngineStats
 from tokenspeed_jax.engine.stop import StopChecker
 from tokenspeed_jax.engine.validation import check_sampling, check_tokens
@@ -94,6 +95,11 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Where the device's memory went at start."""
         return self._assembly.report
+
+    @property
+    def start_report(self) -> StartReport:
+        """Where the time of the start went."""
+        return self._assembly.start
 
     @property
     def is_healthy(self) -> bool:

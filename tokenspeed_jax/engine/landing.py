@@ -4,13 +4,12 @@ A late stop costs one wasted row: the next step may already be in flight with th
 row drew is dropped here. Its slot may be another sample's by then; the scheduler knows by the round that it is not.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
-from tokenspeed_jax.engine.batch import ScheduledRow
+from tokenspeed_jax.engine.batch import BuiltBatch
 from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.step import StepOutputs
@@ -40,9 +39,7 @@ class RowResults:
         scheduler.finish_rows(np.array(self.finished, np.int32))
 
 
-def land(
-    rows: Sequence[ScheduledRow], outputs: StepOutputs
-) -> tuple[RowResults, list[tuple[SampleState, RequestDelta]]]:
+def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tuple[SampleState, RequestDelta]]]:
     """What one landed step means.
 
     Returns:
@@ -50,21 +47,21 @@ def land(
     """
     results = RowResults()
     deltas = []
-    for index, row in enumerate(rows):
-        sample = row.sample
+    tokens = outputs.tokens.tolist()
+    for index, (sample, slot, draws) in enumerate(zip(batch.samples, batch.slots, batch.draws, strict=True)):
         if sample.finished:
             continue
-        results.slots.append(row.slot)
-        results.token_counts.append(int(row.produces_token))
-        if not row.produces_token:
+        results.slots.append(slot)
+        results.token_counts.append(int(draws))
+        if not draws:
             continue
-        token = int(outputs.tokens[index])
+        token = tokens[index]
         sample.token_ids.append(token)
         results.tokens.append(token)
         update = sample.stop.push(token)
         if update.finish_reason is not None:
             sample.finished = True
-            results.finished.append(row.slot)
+            results.finished.append(slot)
         deltas.append((sample, _delta(sample, token, update, outputs, index)))
     return results, deltas
 

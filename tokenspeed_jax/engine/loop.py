@@ -237,8 +237,8 @@ class StepLoop:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
         outputs = self._programs.run(built)
-        for row in built.rows:
-            row.sample.num_dispatched += row.produces_token
+        for sample, draws in zip(samples, built.draws, strict=True):
+            sample.num_dispatched += draws
         self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
@@ -261,7 +261,7 @@ class StepLoop:
 
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
-        results, deltas = land(step.built.rows, outputs)
+        results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)
         # Before delivery: who has just been told that a request ended must not find it running.

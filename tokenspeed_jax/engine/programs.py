@@ -1,8 +1,9 @@
 """The engine's compiled programs: compiled once per bucket, run on the arena and the device state they own."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,15 @@ from tqdm import tqdm
 from tokenspeed_jax.cache.resident_tables import EARLY_ENTRIES, Tables, apply_changes
 from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
+from tokenspeed_jax.engine.compilation_cache import CacheHits
 from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
+from tokenspeed_jax.engine.split_model import Weights
 from tokenspeed_jax.engine.step import DeviceState, StepModel, build_step
 
-_PARALLEL_COMPILATIONS = 4
+_PARALLEL_COMPILATIONS = min(max(os.cpu_count() or 1, 2), 16)
+"""Threads that compile while another lowers: the compiler lets go of Python's lock, and uses few cores by itself."""
 
 
 @dataclass
@@ -28,36 +32,51 @@ class StepPrograms:
     """Compiles and runs steps. Owned by the step loop; not thread-safe after `warm_up`.
 
     Attributes:
-        weights: the model's nnx state, an argument of every step and never donated.
+        weights: an argument of every step and never donated.
         max_model_len: padded length of token lists handed to `begin_request`.
     """
 
     model: StepModel
-    weights: Any
+    weights: Weights
     device_state: DeviceState
     max_model_len: int
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
 
-    def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> None:
-        """Compiles every bucket and runs none. Errors of the compiler propagate."""
-        layouts = list(layouts)
+    def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> int:
+        """Compiles every bucket and runs none. Errors of the compiler propagate.
+
+        Returns:
+            How many programs JAX took from its compilation cache.
+        """
+        layouts, hits = list(layouts), CacheHits()
+        arena = self.model.arena
+        others = [self._compile_begin, self._compile_update, arena.compile_copies]
+        others += [arena.compile_zeroing] if arena.requires_block_zeroing else []
         with (
-            ThreadPoolExecutor(_PARALLEL_COMPILATIONS) as pool,
-            tqdm(total=len(layouts) + 3, desc="Compiling steps", disable=not progress) as bar,
+            hits.listening(),
+            ThreadPoolExecutor(_PARALLEL_COMPILATIONS, initializer=hits.watch_this_thread) as pool,
+            tqdm(total=len(layouts) + len(others), desc="Compiling steps", disable=not progress) as bar,
         ):
-            others = (self._compile_begin, self._compile_update, self.model.arena.compile_copies)
-            futures = [pool.submit(item) for item in others]
-            futures += [pool.submit(self._compile, item) for item in layouts]
+            futures: dict[Future[Any], Bucket | None] = {}
+            # Lowered here, one after the other and always in this order: jax 0.11 numbers the Mosaic kernels of a
+            # process as it lowers them, and these numbers are part of the key under which it keeps a program.
+            for layout in layouts:
+                futures[pool.submit(self._lower(layout).compile)] = layout.bucket
+            futures |= {pool.submit(item): None for item in others}
             for future in as_completed(futures):
-                future.result()
+                bucket = futures[future]
+                program = future.result()
+                if bucket is not None:
+                    self._steps[bucket] = program
                 bar.update()
+        return hits.count
 
     def compiled(self, layout: BatchLayout) -> Any:
         """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
         if layout.bucket not in self._steps:
-            self._compile(layout)
+            self._steps[layout.bucket] = self._lower(layout).compile()
         return self._steps[layout.bucket]
 
     def run(self, built: BuiltBatch) -> jax.Array:
@@ -93,21 +112,20 @@ class StepPrograms:
     def compilations(self) -> int:
         """Programs compiled so far."""
         others = (self._begin, self._update_tables)
-        return len(self._steps) + sum(item is not None for item in others) + self.model.arena.copies_are_compiled
+        return len(self._steps) + sum(item is not None for item in others) + self.model.arena.compilations
 
     @property
     def workspace_bytes(self) -> int:
         """Temporaries of the costliest program compiled so far."""
         return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
 
-    def _compile(self, layout: BatchLayout) -> None:
+    def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         planes = jax.tree.map(_shape_of, self.model.arena.planes)
         state = jax.tree.map(_shape_of, self.device_state)
         with jax.default_matmul_precision(self.model.precision):
-            lowered = step.lower(self.weights, planes, state, buffer)
-        self._steps[layout.bucket] = lowered.compile()
+            return step.lower(self.weights, planes, state, buffer)
 
     def _compile_update(self) -> Any:
         groups = self.model.router.group_ids

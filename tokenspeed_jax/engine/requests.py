@@ -1,5 +1,6 @@
 """What the step loop remembers about a request while it runs."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from tokenspeed_jax.engine.stop import StopChecker
 
 DeltaSink = Callable[[RequestDelta], None]
 
+INT_CONSTANTS = ("top_k", "seed_high", "seed_low", "min_tokens", "uses_history")
+FLOAT_CONSTANTS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+_CONSTANTS = struct.Struct(f"=iIIii{len(FLOAT_CONSTANTS)}f")
+
 
 @dataclass(eq=False)
 class SampleState:
@@ -19,6 +24,8 @@ class SampleState:
     Attributes:
         scheduler_id: id towards the scheduler, unique for the engine's life.
         seed: 63-bit seed of this sample's noise.
+        constants: what each of its steps uploads for sampling, packed once, since the step loop does it for hundreds
+            of rows at a time: `INT_CONSTANTS` as 32-bit integers, then `FLOAT_CONSTANTS` as float32.
         token_ids: landed tokens.
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
@@ -35,9 +42,14 @@ class SampleState:
     finished: bool = False
 
     def __post_init__(self) -> None:
-        params = self.params
-        self.seed_words = seed_words(self.seed)
-        self.float_params = (
+        params = self.params = self.request.params
+        self.prompt_length = len(self.request.prompt_token_ids)
+        self.is_plain_greedy = params.is_plain_greedy
+        self.constants = _CONSTANTS.pack(
+            params.top_k,
+            *seed_words(self.seed),
+            params.min_tokens,
+            params.uses_history,
             params.temperature,
             params.top_p,
             params.min_p,
@@ -45,15 +57,6 @@ class SampleState:
             params.frequency_penalty,
             params.repetition_penalty,
         )
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def next_length(self) -> int:
-        """Length of the sequence once its newest sampled token has been fed."""
-        return len(self.request.prompt_token_ids) + self.num_dispatched
 
     def delta(
         self,

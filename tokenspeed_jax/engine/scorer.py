@@ -1,14 +1,12 @@
 """Scoring without a cache: one plain forward pass per sequence, with the same model code that serves."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.engine.split_model import SplitModel, Weights
 from tokenspeed_jax.models.plain_step import PlainStep
 
 _SHORTEST = 64
@@ -22,9 +20,9 @@ class Scorer:
     Sequences are padded to the next power of two; each such length compiles once, on first use.
     """
 
-    def __init__(self, graph: Any, weights: Any, *, precision: str | None) -> None:
-        self._graph = graph
-        self._weights = weights
+    def __init__(self, model: SplitModel, *, precision: str | None) -> None:
+        self._structure = model.structure
+        self._weights = model.weights
         self._precision = precision
         self._forward = jax.jit(self._score_padded)
 
@@ -38,9 +36,9 @@ class Scorer:
         return [None, *values[: len(token_ids) - 1].tolist()]
 
     def _score_padded(
-        self, weights: Any, token_ids: Int[Array, " tokens"], length: Int[Array, ""]
+        self, weights: Weights, token_ids: Int[Array, " tokens"], length: Int[Array, ""]
     ) -> Float[Array, " tokens"]:
-        model = nnx.merge(self._graph, weights)
+        model = self._structure.module(weights)
         positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         segments = (positions >= length).astype(jnp.int32)
         hidden = model(token_ids, positions, PlainStep(segments, positions, num_segments=2))

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -24,6 +23,7 @@ from tokenspeed_jax.cache.write_locations import decode_window, extend_span
 from tokenspeed_jax.engine.batch import FROM_DEVICE, BatchLayout
 from tokenspeed_jax.engine.sampler import SampleResult, sample, sample_greedy
 from tokenspeed_jax.engine.sampling_state import SamplingState, init_sampling_state
+from tokenspeed_jax.engine.split_model import ModelStructure, Weights
 from tokenspeed_jax.pallas_kernels.implementations import Implementation
 
 Planes = dict[str, jax.Array]
@@ -59,11 +59,11 @@ class StepModel:
     """A model split for compiled steps, with where its layers' caches are.
 
     Attributes:
-        graph: the nnx graph definition; its state is a step argument.
+        structure: what makes a module of the weights, which are a step argument.
         precision: matmul precision of every product in the step; None leaves JAX's default.
     """
 
-    graph: Any
+    structure: ModelStructure
     arena: CacheArena
     router: CacheGroupRouter
     bindings: tuple[LayerBinding, ...]
@@ -79,10 +79,10 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
     bucket = layout.bucket
 
     def step(
-        weights: Any, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
+        weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
     ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"]]:
         batch = layout.unpack(buffer)
-        module = nnx.merge(model.graph, weights)
+        module = model.structure.module(weights)
         if bucket.mode == "decode":
             rows, positions = decode_window(batch.kv_lens)
         else:

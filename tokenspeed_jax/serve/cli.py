@@ -1,5 +1,6 @@
 """`main`: from the command line to a running server and back to a clean end."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -46,8 +47,11 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     except ListenError as error:
         return _fail(str(error), 1)
     with listener:
+        from tokenspeed_jax.engine.compilation_cache import default_cache_folder
         from tokenspeed_jax.engine.engine import Engine
 
+        if engine_config.compilation_cache_dir is None:
+            engine_config = dataclasses.replace(engine_config, compilation_cache_dir=default_cache_folder())
         try:
             engine = Engine(engine_config)
             try:

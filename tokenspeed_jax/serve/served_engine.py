@@ -11,6 +11,7 @@ from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.text.piece_decoder import PieceStream
 
 
@@ -88,6 +89,9 @@ class ServedEngine(Protocol):
 
     @property
     def memory_report(self) -> MemoryReport: ...
+
+    @property
+    def start_report(self) -> StartReport: ...
 
     @property
     def model_name(self) -> str: ...

@@ -42,7 +42,7 @@ class StatusRoutes:
         return _json({"version": __version__})
 
     async def server_info(self, _request: Request) -> Response:
-        """`GET /server_info`: the configuration without secrets, and where the memory went at start."""
+        """`GET /server_info`: the configuration without secrets, and where memory and time went at start."""
         shown = [item.name for item in fields(self._config) if item.repr]
         return _json(
             {
@@ -53,6 +53,7 @@ class StatusRoutes:
                 "engine_config": self._engine.config,
                 "server_config": {name: getattr(self._config, name) for name in shown},
                 "memory": self._engine.memory_report,
+                "start": self._engine.start_report,
             }
         )
 
