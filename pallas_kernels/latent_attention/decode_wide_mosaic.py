@@ -1,0 +1,449 @@
+"""Latent decode attention for Hopper GPUs, written with Mosaic GPU: split-KV over pairs of pages, heads as matrix rows.
+
+    grid: (split, row, tile of 64 heads); one block = three warpgroups = one multiprocessor
+
+    loader warpgroup              shared memory, w = 0, 1            compute warpgroup w, o = the other
+    ----------------              -----------------------            ----------------------------------
+    q[row, heads] ------- TMA --> q [64, L + R] (used rows) ------>  waits q once
+    page ids <- page_table
+    waits near_free[w]
+    page w, half w of L - TMA --> c[w], half w ------------------->  waits near_ready[w]; S = q c[w]^T (wgmma)
+    waits far_free[w]
+    page w, the rest ---- TMA --> c[w], half o and R ------------->  waits far_ready[w];  S += ...
+                                  tops[w] <----------------------->  own highest scores; both meet; common top
+                                  c[w], first 64 of R <------------  P, now that S has read the keys
+                                                                     O *= ...; O += P c[w][:, half w] (wgmma)
+                                                                     both meet
+                                  c[o] --------------------------->  O += P[o] c[o][:, half w] (wgmma)
+    ... next pair of pages                                           arrives near_free[w], far_free[o]
+
+                                  q, columns of half w <-----------  at the end, once both are done with q: O / sum
+    out[split, row, heads] <----  TMA, 64 columns at a time
+
+A cached row (L latent channels, R positional ones) is key and value at once, so a page is loaded once and read twice.
+The output of 64 heads has more columns than one warpgroup has registers for: warpgroup w keeps half w of them, and the
+scores of page w. Queries and one pair of pages fill shared memory, so the next pair comes in pieces, each as soon as
+its place is free: half w of page w is read by warpgroup w alone, and is free while the other halves are still used.
+
+With several splits a small XLA fusion merges the outputs by their log weights. They are rounded to q's dtype before:
+shared memory is full, and each is weighted by at most 1.
+
+What a row does not see of its pages gets weight 0, not skipped: it must be finite. An odd last page is its own partner.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.pages import PageView
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+
+PAGE = 64
+COMPUTE_WARPGROUPS = 2
+ROW_PIECE = 8  # rows of one swizzled tile: heads are padded to whole tiles
+MAX_ROW_DIM = 576  # channels of a cached row that shared memory has room for
+MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the choice of splits depends on it
+# More steps than any row takes. Addresses that seem to depend on step / _NEVER, which is 0, are computed where they
+# are used; all of them known before the loop would take more registers than there are.
+_NEVER = 1 << 24
+SPLIT_OVERHEAD_PAIRS = 2  # what starting and merging a split costs, in pairs of pages that it could have read
+
+Ref = Any
+
+
+def shape_refusal(
+    *, num_heads: int, latent_dim: int, rope_dim: int, tokens_per_page: int, dtype: str, cache_dtype: str
+) -> str | None:
+    """Why the kernel cannot serve this geometry on any GPU; None when it can."""
+    half = COMPUTE_WARPGROUPS * blocks.CHUNK
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype} is neither bfloat16 nor float16, which the matrix units take"
+    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+        return f"pages of {cache_dtype} differ from queries of {dtype}"
+    if latent_dim % half or rope_dim % blocks.CHUNK or not rope_dim or latent_dim + rope_dim > MAX_ROW_DIM:
+        return (
+            f"rows of {latent_dim} + {rope_dim} channels are not multiples of {half} and {blocks.CHUNK}, together at "
+            f"most {MAX_ROW_DIM}"
+        )
+    if tokens_per_page != PAGE:
+        return f"pages hold {tokens_per_page} tokens, the kernel takes {PAGE}"
+    if num_heads > blocks.ROWS and num_heads % blocks.ROWS:
+        return f"{num_heads} heads are more than {blocks.ROWS} and no multiple of it"
+    return None
+
+
+def choose_splits(*, rows: int, head_tiles: int, columns: int) -> int:
+    """The number of splits that wastes least of the GPU for a full table, one block on a multiprocessor."""
+
+    pairs = -(-columns // COMPUTE_WARPGROUPS)
+
+    def cost(splits: int) -> int:
+        waves = -(-rows * head_tiles * splits // MULTIPROCESSORS)
+        return waves * (-(-pairs // splits) + (SPLIT_OVERHEAD_PAIRS if splits > 1 else 0))
+
+    return min(range(1, min(pairs, MULTIPROCESSORS) + 1), key=cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What is static in one compiled kernel."""
+
+    latent_dim: int
+    splits: int
+    rule: ScoreRule
+    first_row: int
+    members: int
+    probe: str
+    interpreted: bool
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """How a copy reaches the blocks of a cluster, which all read the same pages."""
+        return {"collective_axes": "member"} if self.members > 1 else {}
+
+
+@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "clustered", "probe", "interpret"))
+def latent_decode_attention_mosaic(
+    q: Float[Array, "batch heads row_dim"],
+    rows: PageView,
+    page_table: Int[Array, "batch columns"],
+    kv_lens: Int[Array, " batch"],
+    latent_dim: int,
+    rule: ScoreRule,
+    *,
+    splits: int | None = None,
+    clustered: bool = True,
+    probe: str = "",
+    interpret: Any = None,
+) -> Float[Array, "batch heads latent_dim"]:
+    """See `latent_decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU.
+
+    Args:
+        splits: blocks that share one row and tile of heads.
+    """
+    batch, heads, row_dim = q.shape
+    columns = page_table.shape[1]
+    head_tiles = -(-heads // blocks.ROWS)
+    tile_heads = min(-(-heads // ROW_PIECE) * ROW_PIECE, blocks.ROWS)
+    splits = choose_splits(rows=batch, head_tiles=head_tiles, columns=columns) if splits is None else splits
+    tiled = jnp.pad(q, ((0, 0), (0, head_tiles * tile_heads - heads), (0, 0)))
+    tiled = tiled.reshape(batch, head_tiles, tile_heads, row_dim)
+    shape = (splits, batch, head_tiles, tile_heads)
+    out_type: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct((*shape, latent_dim), q.dtype)]
+    members = 2 if clustered and head_tiles % 2 == 0 else 1
+    scratch = _scratch(row_dim, latent_dim, members, q.dtype)
+    if splits > 1:
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
+    static = _Kernel(latent_dim, splits, rule, rows.first_row, members, probe, interpret is not None)
+    cluster = {"cluster": (members,), "cluster_names": ("member",)} if members > 1 else {}
+    kernel = plgpu.kernel(
+        functools.partial(_block, static=static),
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(splits, batch, head_tiles // members),
+        grid_names=("split", "row", "tile"),
+        **cluster,
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="latent_decode_attention",
+    )
+    results = kernel(tiled, rows.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
+    out = _merge(*results).astype(q.dtype) if splits > 1 else results[0][0]
+    return out.reshape(batch, -1, latent_dim)[:, :heads]
+
+
+def _scratch(row_dim: int, latent_dim: int, members: int, dtype: jnp.dtype) -> dict[str, Any]:
+    pair, half, rope = COMPUTE_WARPGROUPS, latent_dim // COMPUTE_WARPGROUPS, row_dim - latent_dim
+    free = plgpu.Barrier(num_barriers=pair)
+    if members > 1:
+        free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=pair)
+    return {
+        "q_smem": blocks.swizzled(pair, blocks.ROWS, half, dtype=dtype),
+        "q_rope_smem": blocks.swizzled(blocks.ROWS, rope, dtype=dtype),
+        "rows_smem": blocks.swizzled(pair, pair, PAGE, half, dtype=dtype),
+        "rope_smem": blocks.swizzled(pair, PAGE, rope, dtype=dtype),
+        "tops_smem": plgpu.SMEM((pair, blocks.ROWS), jnp.float32),
+        "sums_smem": plgpu.SMEM((pair, blocks.ROWS), jnp.float32),
+        "q_ready": plgpu.Barrier(num_arrivals=pair + 1),
+        "near_ready": plgpu.Barrier(num_barriers=pair),
+        "far_ready": plgpu.Barrier(num_arrivals=2, num_barriers=pair),
+        "near_free": free,
+        "far_free": free,
+        "top_known": plgpu.Barrier(),
+        "weights_known": plgpu.Barrier(num_barriers=pair),
+        "met": plgpu.Barrier(num_arrivals=pair),
+    }
+
+
+def _merge(
+    out: Float[Array, "splits batch tiles heads dim"], log_weight: Float32[Array, "splits batch tiles heads"]
+) -> Float32[Array, "batch tiles heads dim"]:
+    """Joins the splits' outputs; one that took no page has weight exactly 0 unless none took any."""
+    weight = jnp.exp2(log_weight - log_weight.max(axis=0))
+    return (out.astype(jnp.float32) * weight[..., None]).sum(axis=0) / weight.sum(axis=0)[..., None]
+
+
+def _block(
+    q_ref: Ref,
+    rows_ref: Ref,
+    table_ref: Ref,
+    lens_ref: Ref,
+    out_ref: Ref,
+    *log_ref_and_none: Ref,
+    static: _Kernel,
+    **scratch: Ref,
+) -> None:
+    split, row, tile = (lax.axis_index(name) for name in ("split", "row", "tile"))
+    if static.members > 1:
+        tile = tile * static.members + lax.axis_index("member")
+    place = (split, row, tile)
+    length = lens_ref[row]
+    pairs = lax.div(length + (2 * PAGE - 1), 2 * PAGE)
+    share = lax.div(pairs + (static.splits - 1), static.splits)
+    begin = split * share
+    steps = jnp.maximum(jnp.minimum(share, pairs - begin), 0)
+    warpgroup = lax.axis_index("warpgroup")
+    log_ref = log_ref_and_none[0] if log_ref_and_none else None
+
+    # One branch for each: which columns a warpgroup owns must be known when the kernel is compiled.
+    for own in range(COMPUTE_WARPGROUPS):
+
+        @pl.when(warpgroup == own)
+        def _compute(own: int = own) -> None:
+            plgpu.set_max_registers(232, action="increase")
+            _attend(out_ref, log_ref if own == 0 else None, place, own, begin, steps, length, static, scratch)
+
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    def _load() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        _load_pages(q_ref.at[row, tile], rows_ref, table_ref.at[row], begin, steps, length, static, scratch)
+
+
+def _half(own: int, static: _Kernel) -> Any:
+    half = static.latent_dim // COMPUTE_WARPGROUPS
+    return pl.ds(own * half, half)
+
+
+def _load_pages(
+    q_ref: Ref,
+    rows_ref: Ref,
+    table_ref: Ref,
+    begin: jax.Array,
+    steps: jax.Array,
+    length: jax.Array,
+    static: _Kernel,
+    scratch: dict[str, Ref],
+) -> None:
+    heads, row_dim = q_ref.shape
+    rope = pl.ds(static.latent_dim, row_dim - static.latent_dim)
+    for own in range(COMPUTE_WARPGROUPS):
+        target = scratch["q_smem"].at[own, pl.ds(0, heads)]
+        plgpu.copy_gmem_to_smem(q_ref.at[:, _half(own, static)], target, scratch["q_ready"])
+    plgpu.copy_gmem_to_smem(q_ref.at[:, rope], scratch["q_rope_smem"].at[pl.ds(0, heads)], scratch["q_ready"])
+    last_page = jnp.maximum(lax.div(length - 1, PAGE), 0)
+
+    def page_ids(step: jax.Array) -> tuple[jax.Array, ...]:
+        column = (begin + step) * COMPUTE_WARPGROUPS
+        return tuple(table_ref[jnp.minimum(column + i, last_page)] for i in range(COMPUTE_WARPGROUPS))
+
+    def load(step: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # The next ids are fetched before the waits, which hide their latency.
+        following = page_ids(jnp.minimum(step + 1, steps - 1))
+        for own, page in enumerate(pages):
+            for part in ("near", "far"):
+                if static.probe != "compute":
+                    pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch[f"{part}_free"].at[own]))
+                elif part:
+                    pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch[f"{part}_free"].at[own]))
+                half = own if part == "near" else 1 - own
+                page_ref, ready = rows_ref.at[page + static.first_row, :, 0], scratch[f"{part}_ready"].at[own]
+                if static.probe == "compute":
+                    @pl.when(step > 0)
+                    def _arrive(ready=ready, part=part):
+                        plgpu.barrier_arrive(ready)
+                        if part == "far":
+                            plgpu.barrier_arrive(ready)
+
+                    @pl.when(step == 0)
+                    def _first(page_ref=page_ref, ready=ready, half=half, own=own, part=part):
+                        plgpu.copy_gmem_to_smem(page_ref.at[:, _half(half, static)], scratch["rows_smem"].at[own, half], ready, **static.shared)
+                        if part == "far":
+                            plgpu.copy_gmem_to_smem(page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared)
+                    continue
+                plgpu.copy_gmem_to_smem(
+                    page_ref.at[:, _half(half, static)], scratch["rows_smem"].at[own, half], ready, **static.shared
+                )
+                if part == "far":
+                    plgpu.copy_gmem_to_smem(page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared)
+        return following
+
+    @pl.when(steps > 0)
+    def _pairs() -> None:
+        lax.fori_loop(0, steps, load, page_ids(jnp.int32(0)))
+        for name in ("near_free", "far_free"):
+            for own in range(COMPUTE_WARPGROUPS):
+                plgpu.barrier_wait(scratch[name].at[own])
+
+
+def _attend(
+    out_ref: Ref,
+    log_ref: Ref | None,
+    place: tuple[jax.Array, ...],
+    own: int,
+    begin: jax.Array,
+    steps: jax.Array,
+    length: jax.Array,
+    static: _Kernel,
+    scratch: dict[str, Ref],
+) -> None:
+    """The work of one compute warpgroup: the scores of one page of each pair, and half of the output's columns."""
+    q_smem = scratch["q_smem"].at[own]
+    plgpu.barrier_wait(scratch["q_ready"])
+
+    def step_through(step: jax.Array, state: blocks.RowState) -> blocks.RowState:
+        start = ((begin + step) * COMPUTE_WARPGROUPS + own) * PAGE
+        zero = lax.div(step, _NEVER)
+        if static.probe == "load":
+            for part in ("near", "far"):
+                plgpu.barrier_wait(scratch[f"{part}_ready"].at[own])
+            plgpu.barrier_arrive(scratch["near_free"].at[own])
+            plgpu.barrier_arrive(scratch["far_free"].at[own])
+            return state
+        scores = _scores(own, zero, static, scratch) * (static.rule.scale * blocks.LOG2_E)
+        scores = blocks.visible_columns(scores, jnp.int32(0), length - start)
+        return (_first_added, _second_added)[own](state, scores, zero, static, scratch)
+
+    row = plgpu.Layout.WGMMA.reduce(1)
+    half = static.latent_dim // COMPUTE_WARPGROUPS
+    state = blocks.RowState(
+        plgpu.layout_cast(jnp.full((blocks.ROWS,), blocks.MASKED, jnp.float32), row),
+        plgpu.layout_cast(jnp.zeros((blocks.ROWS,), jnp.float32), row),
+        (plgpu.layout_cast(jnp.zeros((blocks.ROWS, half), jnp.float32), plgpu.Layout.WGMMA),),
+    )
+    state = lax.fori_loop(0, steps, step_through, state)
+    # Past this meeting both are done with the queries, which make way for the output.
+    scratch["sums_smem"].at[own][...] = state.weight
+    plgpu.barrier_arrive(scratch["met"])
+    plgpu.barrier_wait(scratch["met"])
+    state = state._replace(weight=state.weight + _shown(scratch["sums_smem"].at[1 - own]))
+    heads = pl.ds(0, out_ref.shape[-2])
+    (values,) = blocks.outputs(state)
+    q_smem[...] = values.astype(q_smem.dtype)
+    if log_ref is not None:
+        scratch["log_smem"][...] = blocks.log_weights(state)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_smem.at[heads], out_ref.at[(*place, slice(None), _half(own, static))])
+    if log_ref is not None:
+        plgpu.copy_smem_to_gmem(scratch["log_smem"].at[heads], log_ref.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _shown(values: Ref) -> jax.Array:
+    """One value per row that the other warpgroup has put up."""
+    return plgpu.layout_cast(values[...], plgpu.Layout.WGMMA.reduce(1))
+
+
+def _scores(own: int, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]) -> jax.Array:
+    """Products of all queries with the keys of the own page."""
+    q_smem, page = scratch["q_smem"], scratch["rows_smem"].at[own + zero]
+
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.barrier_wait(scratch["near_ready"].at[own])
+        plgpu.wgmma(acc, q_smem.at[own + zero], page.at[own].transpose((1, 0)))
+        plgpu.barrier_wait(scratch["far_ready"].at[own])
+        plgpu.wgmma(acc, q_smem.at[1 - own + zero], page.at[1 - own].transpose((1, 0)))
+        plgpu.wgmma(acc, scratch["q_rope_smem"], scratch["rope_smem"].at[own + zero].transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(multiply, blocks.gpu.ACC((blocks.ROWS, PAGE), jnp.float32))
+
+
+def _scaled(values: jax.Array, factor: jax.Array) -> jax.Array:
+    return values * lax.broadcast_in_dim(factor, values.shape, [0])
+
+
+def _weighted(scores: jax.Array, top: jax.Array) -> jax.Array:
+    return jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+
+
+def _multiplied(
+    values: jax.Array, p: jax.Array | None, page: jax.Array, half: int, static: _Kernel, scratch: dict[str, Ref]
+) -> jax.Array:
+    """values + weights @ half of a page, done; the weights are `p`, or where the other warpgroup put them."""
+
+    def weights() -> Any:
+        return scratch["rope_smem"].at[page, :, pl.ds(0, PAGE)] if p is None else p
+
+    if static.interpreted:  # its accumulators cannot be initialised
+        rows = scratch["rows_smem"][page, half]
+        values = values + jnp.dot(weights()[...], rows, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # plain reads, unlike wgmma's, must be fenced from the TMA write that follows
+        return values
+
+    def accumulate(acc: Ref) -> None:
+        plgpu.wgmma(acc, weights(), scratch["rows_smem"].at[page, half])
+
+    return pl.run_state(accumulate)(blocks.gpu.ACC.init(values))
+
+
+def _first_added(
+    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+) -> blocks.RowState:
+    """Warpgroup 0's state after a pair of pages, of which `scores` are the first one's."""
+    top = jnp.maximum(state.top, scores.max(axis=1))
+    scratch["tops_smem"].at[0][...] = top
+    plgpu.barrier_arrive(scratch["top_known"])
+    keep = jnp.exp2(state.top - top)
+    p = _weighted(scores, top)
+    weight = state.weight * keep + p.sum(axis=1)
+    p = p.astype(scratch["rope_smem"].dtype)
+    scratch["rope_smem"].at[0, :, pl.ds(0, PAGE)][...] = p
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch["weights_known"].at[0])
+    values, weight, p = lax.optimization_barrier((_scaled(state.values[0], keep), weight, p))
+    values = _multiplied(values, p, zero, 0, static, scratch)
+    plgpu.barrier_arrive(scratch["near_free"].at[0])
+    plgpu.barrier_wait(scratch["weights_known"].at[1])
+    last = _shown(scratch["tops_smem"].at[1])
+    keep = jnp.exp2(top - last)
+    values = lax.optimization_barrier(_scaled(values, keep))
+    values = _multiplied(values, None, 1 + zero, 0, static, scratch)
+    plgpu.barrier_arrive(scratch["far_free"].at[1])
+    return blocks.RowState(last, weight * keep, (values,))
+
+
+def _second_added(
+    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+) -> blocks.RowState:
+    """Warpgroup 1's state after a pair of pages, of which `scores` are the second one's."""
+    own_top = scores.max(axis=1)
+    plgpu.barrier_wait(scratch["top_known"])
+    first = _shown(scratch["tops_smem"].at[0])
+    top = jnp.maximum(first, own_top)
+    scratch["tops_smem"].at[1][...] = top
+    p = _weighted(scores, top)
+    weight = state.weight * jnp.exp2(state.top - top) + p.sum(axis=1)
+    p = p.astype(scratch["rope_smem"].dtype)
+    scratch["rope_smem"].at[1, :, pl.ds(0, PAGE)][...] = p
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch["weights_known"].at[1])
+    values = _scaled(state.values[0], jnp.exp2(state.top - first))
+    values, weight, p = lax.optimization_barrier((values, weight, p))
+    plgpu.barrier_wait(scratch["weights_known"].at[0])
+    values = _multiplied(values, None, zero, 1, static, scratch)
+    plgpu.barrier_arrive(scratch["far_free"].at[0])
+    values = lax.optimization_barrier(_scaled(values, jnp.exp2(first - top)))
+    values = _multiplied(values, p, 1 + zero, 1, static, scratch)
+    plgpu.barrier_arrive(scratch["near_free"].at[1])
+    return blocks.RowState(top, weight, (values,))

@@ -1,0 +1,110 @@
+"""Latent prefill attention for Hopper GPUs: keys and values of some heads expanded, a piece at a time, and attended to.
+
+    for each group of heads, for each piece of the rows' cached tokens:
+        latents [keys, L + R] <- pages                                 gathered, what is unwritten zeroed  (pieces.py)
+        keys and values [keys, heads * (N + V)] <- latents             one product of XLA
+        out, state <- all queries' attention to the piece              one launch               (expanded_mosaic.py)
+
+Each cached token is expanded once for each head, however many queries see it. The memory that this takes is bounded:
+it depends on the queries, not on the rows' lengths.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.latent_attention.expanded_mosaic import (
+    BLOCK,
+    GRANULE,
+    TILE,
+    State,
+    Windows,
+    attend_expanded,
+)
+from tokenspeed_jax.pallas_kernels.latent_attention.pieces import ExpansionTiling, RowBlocks, cut_windows
+from tokenspeed_jax.pallas_kernels.pages import PageView
+from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "tiling", "variant", "interpret"))
+def latent_prefill_attention_mosaic(
+    q: Float[Array, "tokens heads query_dim"],
+    key: Float[Array, "heads nope_dim latent_dim"],
+    value: Float[Array, "heads value_dim latent_dim"],
+    rows: PageView,
+    page_table: Int[Array, "rows columns"],
+    query_starts: Int[Array, " rows_and_end"],
+    kv_lens: Int[Array, " rows"],
+    rule: ScoreRule,
+    *,
+    tiling: ExpansionTiling | None = None,
+    variant: tuple[tuple[str, bool], ...] = (),
+    interpret: Any = None,
+) -> Float[Array, "tokens heads value_dim"]:
+    """See `latent_prefill_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
+    num_tokens, heads, _ = q.shape
+    latent_dim = key.shape[2]
+    if tiling is None:
+        tiling = ExpansionTiling.choose(
+            heads=heads,
+            rows=kv_lens.shape[0],
+            columns=page_table.shape[1],
+            page=rows.tokens_per_page,
+            bytes_per_key=(key.shape[1] + value.shape[1]) * q.dtype.itemsize,
+        )
+    padded = max(-(-num_tokens // GRANULE) * GRANULE, blocks.ROWS)
+    q = jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
+    # Tokens beyond the last row are one more row, which has no keys.
+    starts = jnp.append(query_starts, jnp.asarray(padded, query_starts.dtype))
+    row_blocks = RowBlocks.of(query_starts, kv_lens)
+    windows = cut_windows(starts, jnp.pad(kv_lens, (0, 1)), row_blocks, padded)
+    count, group = tiling.piece_blocks, tiling.group_heads
+    most = kv_lens.shape[0] * -(-page_table.shape[1] * rows.tokens_per_page // BLOCK)
+    out = jax.new_ref(jnp.zeros((padded, heads, value.shape[1]), q.dtype))
+    state = _empty_state(windows, group, value.shape[1]) if most > count else None
+    # Traced and lowered once for all groups of heads.
+    attend = jax.jit(
+        functools.partial(
+            attend_expanded,
+            rule=rule,
+            latent_dim=latent_dim,
+            group_heads=group,
+            interpret=interpret,
+            **dict(variant),
+        )
+    )
+
+    def step(first_head: int, piece: Int[Array, ""]) -> None:
+        own = slice(first_head, first_head + group)
+        cached = row_blocks.cached(rows, page_table, piece * count, count)
+        # One product for both: XLA would make one of two, and then copy the parts.
+        expansion = jnp.concatenate([key[own].reshape(-1, latent_dim), value[own].reshape(-1, latent_dim)])
+        attend(
+            q,
+            jnp.einsum("kl,el->ke", cached[:, :latent_dim], expansion),
+            cached,
+            windows._replace(base=windows.base - piece * count),
+            jnp.int32(first_head),
+            piece == 0,
+            out,
+            state,
+        )
+
+    for first_head in range(0, heads, group):
+        if most <= count:
+            step(first_head, jnp.int32(0))
+        else:
+            pieces = jnp.maximum((row_blocks.starts[-1] + count - 1) // count, 1).astype(jnp.int32)
+            lax.fori_loop(0, pieces, lambda piece, _, first_head=first_head: step(first_head, piece), None)
+    return jax.freeze(out)[:num_tokens]
+
+
+def _empty_state(windows: Windows, group: int, value_dim: int) -> State:
+    shape = (windows.start.shape[0], group, TILE)
+    return State(*(jax.new_ref(jnp.zeros(s, jnp.float32)) for s in ((*shape, value_dim), shape, shape)))
+
