@@ -43,6 +43,7 @@ MAX_HEADS = 32  # more would not fit the registers
 # More steps than any row takes. Addresses that seem to depend on step / _NEVER, which is 0, are computed where they
 # are used; all of them known before the loop would take more registers than there are.
 _NEVER = 1 << 24
+REDUCED = 32  # values of each head that meet in shared memory: four warps', in eight lanes
 ROW_PIECE = 8  # rows of one swizzled tile: heads are padded to whole tiles
 
 Ref = Any
@@ -99,6 +100,7 @@ def latent_decode_narrow_mosaic(
         "q_smem": blocks.swizzled(padded, row_dim, dtype=q.dtype),
         "rows_smem": blocks.swizzled(parts, PAGE, row_dim, dtype=q.dtype),
         "p_smem": blocks.swizzled(parts, padded, PAGE, dtype=q.dtype),
+        "reduction_smem": plgpu.SMEM((parts, REDUCED * padded), jnp.float32),
         "q_ready": plgpu.Barrier(),
         "ready": plgpu.Barrier(num_barriers=parts),
         "free": plgpu.Barrier(num_barriers=parts),
@@ -115,7 +117,7 @@ def latent_decode_narrow_mosaic(
         grid_names=("split", "row"),
         num_threads=parts + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="latent_decode_attention_narrow",
     )
@@ -222,11 +224,30 @@ def _attend(
 
     steps = lax.div(count + (COMPUTE_WARPGROUPS - 1) - own, COMPUTE_WARPGROUPS)
     state = lax.fori_loop(0, steps, step_through, state)
-    weight = state.weight.sum(axis=0)
+    weight = _over_tokens("add", state.weight, own, static, scratch)
     taken = weight > 0
     weight = jnp.where(taken, weight, 1.0)
     out_ref[...] = (state.values / lax.broadcast_in_dim(weight, state.values.shape, [1])).astype(out_ref.dtype)
     log_ref[...] = jnp.where(taken, state.top + jnp.log(weight) * blocks.LOG2_E, blocks.MASKED)
+
+
+def _over_tokens(
+    operation: str, values: jax.Array, own: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+) -> jax.Array:
+    """Sum or maximum over the tokens of a page.
+
+    All four warps of the warpgroup take part, and meet in shared memory. Mosaic would have both warpgroups meet in the
+    same place, where neither waits for the other; so each brings its own.
+    """
+    if static.interpreted:
+        return values.max(axis=0) if operation == "max" else values.sum(axis=0)
+    result = blocks.gpu.ShapeDtypeStruct(values.shape[1:], values.dtype, layout=plgpu.Layout.WGMMA.reduce(0))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, blocks.gpu.RefType()), return_type=result)
+    def reduced(_: Any, values: Any, meeting: Any) -> Any:
+        return values.reduce(operation, 0, meeting)
+
+    return reduced(values, scratch["reduction_smem"].at[own])
 
 
 def _added(
@@ -256,7 +277,7 @@ def _added(
     scores = scores * (static.rule.scale * blocks.LOG2_E)
     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
     scores = jnp.where(token < visible, scores, blocks.MASKED)
-    top = jnp.maximum(state.top, scores.max(axis=0))
+    top = jnp.maximum(state.top, _over_tokens("max", scores, own, static, scratch))
     keep = jnp.exp2(state.top - top)
     p = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [1]))
     weight = state.weight * lax.broadcast_in_dim(keep, scores.shape, [1]) + p

@@ -269,6 +269,7 @@ def _load_pages(
                 half = own if part == "near" else 1 - own
                 page_ref, ready = rows_ref.at[page + static.first_row, :, 0], scratch[f"{part}_ready"].at[own]
                 if static.probe == "compute":
+
                     @pl.when(step > 0)
                     def _arrive(ready=ready, part=part):
                         plgpu.barrier_arrive(ready)
@@ -277,9 +278,17 @@ def _load_pages(
 
                     @pl.when(step == 0)
                     def _first(page_ref=page_ref, ready=ready, half=half, own=own, part=part):
-                        plgpu.copy_gmem_to_smem(page_ref.at[:, _half(half, static)], scratch["rows_smem"].at[own, half], ready, **static.shared)
+                        plgpu.copy_gmem_to_smem(
+                            page_ref.at[:, _half(half, static)],
+                            scratch["rows_smem"].at[own, half],
+                            ready,
+                            **static.shared,
+                        )
                         if part == "far":
-                            plgpu.copy_gmem_to_smem(page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared)
+                            plgpu.copy_gmem_to_smem(
+                                page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared
+                            )
+
                     continue
                 plgpu.copy_gmem_to_smem(
                     page_ref.at[:, _half(half, static)], scratch["rows_smem"].at[own, half], ready, **static.shared

@@ -1,11 +1,6 @@
-"""Latent prefill attention for Hopper GPUs, written with Mosaic GPU: keys and values of some heads expanded, then read.
+"""Attention of all queries over one piece of expanded keys and values, for Hopper GPUs, written with Mosaic GPU.
 
-    for each group of heads, for each piece of the rows' cached tokens (`pieces.py`):
-        latents [keys, L + R] <- pages                                       XLA: gather, what is unwritten zeroed
-        keys [keys, heads, N], values [keys, heads, V] <- latents            XLA: two products
-        out, state <- attention of all queries over the piece                the kernel below
-
-    grid: (query tile, head); one block = three warpgroups = one multiprocessor
+    grid: (query tile, head of the group); one block = three warpgroups = one multiprocessor
 
     loader warpgroup                 shared memory                       compute warpgroups 0 and 1
     ----------------                 -------------                       --------------------------
@@ -100,8 +95,6 @@ class _Kernel:
     latent_dim: int
     group_heads: int
     resumable: bool
-    overlapped: bool
-    turns: bool
     interpreted: bool
 
 
@@ -111,15 +104,12 @@ def attend_expanded(
     cached: Float[Array, "piece row_dim"],
     windows: Windows,
     first_head: Int[Array, ""],
-    first_piece: Int[Array, ""],
     out: Ref,
     state: State | None,
     *,
     rule: ScoreRule,
     latent_dim: int,
     group_heads: int,
-    overlapped: bool = True,
-    turns: bool = True,
     interpret: Any = None,
 ) -> None:
     """Attention of all tiles over one piece of keys, of the heads `[first_head, first_head + group_heads)`.
@@ -128,7 +118,6 @@ def attend_expanded(
         q: a multiple of `GRANULE` tokens, at least 64.
         expanded: the keys of all heads of the group (without positional channels), then their values.
         cached: rows of latents and positional channels, the latter from `latent_dim` on; a multiple of `BLOCK`.
-        first_piece: 1 for the first piece, in which tiles without keys store zeros.
         out: `[tokens, heads, value_dim]`, written where a tile's last key is in this piece.
         state: refs of where rows stop; None when no row goes beyond its piece.
     """
@@ -147,7 +136,7 @@ def attend_expanded(
         "v_free": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),
         "turn": plgpu.Barrier(num_arrivals=halves),
     }
-    static = _Kernel(rule, latent_dim, group_heads, state is not None, overlapped, turns, interpret is not None)
+    static = _Kernel(rule, latent_dim, group_heads, state is not None, interpret is not None)
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=(),
@@ -160,8 +149,7 @@ def attend_expanded(
         interpret=interpret,
         kernel_name="latent_prefill_attention",
     )
-    places = jnp.stack([first_head, first_piece]).astype(jnp.int32)
-    kernel(q, expanded, cached, *windows, places, out, *([] if state is None else state))
+    kernel(q, expanded, cached, *windows, first_head.reshape(1), out, *([] if state is None else state))
 
 
 def _block(
@@ -173,7 +161,7 @@ def _block(
     end_ref: Ref,
     position_ref: Ref,
     base_ref: Ref,
-    places_ref: Ref,
+    first_head_ref: Ref,
     out_ref: Ref,
     *state_refs: Ref,
     static: _Kernel,
@@ -188,24 +176,22 @@ def _block(
     tile = _Tile(
         index, start_ref[index], first_ref[index], end, position, base, low, high, last, lax.axis_index("head")
     )
-    # A tile without keys, whose row is left out or holds no tokens, stores its zeros once.
-    keyless = (last == 0) & (places_ref[1] != 0)
 
-    @pl.when((end > tile.first) & ((high > low) | keyless))
+    @pl.when((end > tile.first) & (high > low))
     def _work() -> None:
         warpgroup = lax.axis_index("warpgroup")
+        head = first_head_ref[0] + tile.head
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(240, action="increase")
-            out_head = out_ref.at[:, places_ref[0] + tile.head]
-            _attend(out_head, State(*state_refs) if state_refs else None, q_ref.shape[0], tile, warpgroup, static, scratch)
+            state = State(*state_refs) if state_refs else None
+            _attend(out_ref.at[:, head], state, q_ref.shape[0], tile, warpgroup, static, scratch)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _load() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            q_head = q_ref.at[:, places_ref[0] + tile.head]
-            _load_blocks(q_head, expanded_ref, cached_ref, tile, static, scratch)
+            _load_blocks(q_ref.at[:, head], expanded_ref, cached_ref, tile, static, scratch)
 
 
 def _loaded_from(tile: _Tile, half: int | jax.Array, num_tokens: int) -> jax.Array:
@@ -261,7 +247,7 @@ def _attend(
     length = jnp.clip(tile.end - own_start, 0, blocks.ROWS) - first
     # The load starts early where 64 tokens would run over the end; those rows of the product are skipped.
     skipped = tile.start + own_start - _loaded_from(tile, half, num_tokens)
-    take_turn = functools.partial(_take_turn, static, scratch)
+    take_turn = functools.partial(_take_turn, scratch)
     plgpu.barrier_wait(scratch["q_ready"].at[half])
 
     @pl.when(length > 0)
@@ -302,10 +288,9 @@ def _attend(
                 take_turn()
 
 
-def _take_turn(static: _Kernel, scratch: dict[str, Ref]) -> None:
-    if static.turns:
-        plgpu.barrier_arrive(scratch["turn"])
-        plgpu.barrier_wait(scratch["turn"])
+def _take_turn(scratch: dict[str, Ref]) -> None:
+    plgpu.barrier_arrive(scratch["turn"])
+    plgpu.barrier_wait(scratch["turn"])
 
 
 def _own_rows(ref: Ref, tile: _Tile, half: jax.Array) -> Ref:
@@ -359,18 +344,11 @@ def _softmax_over_blocks(
     # Blocks that all of the rows see whole.
     unmasked = jnp.clip(lax.div(jnp.maximum(position + 1, 0), BLOCK) - tile.low, 0, steps)
     walk = _Walk(scratch["q_smem"].at[half], mask, static, scratch)
-    if not static.overlapped:
-        state = lax.fori_loop(0, unmasked, functools.partial(walk.whole_step, masked=False), state)
-        return lax.fori_loop(unmasked, steps, functools.partial(walk.whole_step, masked=True), state)
-
-    def all_steps(state: blocks.RowState) -> blocks.RowState:
-        carry = walk.begin(jnp.int32(0), state, masked=True)
-        middle = jnp.maximum(unmasked, 1)
-        carry = lax.fori_loop(1, middle, functools.partial(walk.step, masked=False), carry)
-        state, p = lax.fori_loop(middle, steps, functools.partial(walk.step, masked=True), carry)
-        return walk.finish(steps - 1, state, p)
-
-    return lax.cond(steps > 0, all_steps, lambda state: state, state)
+    carry = walk.begin(state)
+    middle = jnp.maximum(unmasked, 1)
+    carry = lax.fori_loop(1, middle, functools.partial(walk.step, masked=False), carry)
+    state, p = lax.fori_loop(middle, steps, functools.partial(walk.step, masked=True), carry)
+    return walk.finish(steps - 1, state, p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,15 +375,14 @@ class _Walk:
         """`_multiply_values` for the CPU interpreter, whose wgmma takes only refs."""
         v_smem = self.scratch["v_smem"].at[slot]
         out = tuple(
-            chunk
-            + jnp.dot(p, v_smem[:, i * blocks.CHUNK : (i + 1) * blocks.CHUNK], preferred_element_type=jnp.float32)
+            chunk + jnp.dot(p, v_smem[:, i * blocks.CHUNK : (i + 1) * blocks.CHUNK], preferred_element_type=jnp.float32)
             for i, chunk in enumerate(values)
         )
         plgpu.commit_smem()  # plain reads, unlike wgmma's, must be fenced from the TMA write that follows
         return out
 
     def _weights(
-        self, scores: jax.Array, step: jax.Array, state: blocks.RowState, masked: bool
+        self, scores: jax.Array, step: jax.Array, state: blocks.RowState, *, masked: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Top score and sum of weights after a block, the factor on what was summed before, and its own weights."""
         scores = scores * (self.static.rule.scale * blocks.LOG2_E)
@@ -417,22 +394,22 @@ class _Walk:
         weight = state.weight * keep + p.sum(axis=1)
         return lax.optimization_barrier((top, weight, keep, p))
 
-    def begin(self, step: jax.Array, state: blocks.RowState, *, masked: bool) -> tuple[blocks.RowState, jax.Array]:
-        """Scores and weights of a block; its values are left to come."""
-        slot = lax.rem(step, STAGES)
+    def begin(self, state: blocks.RowState) -> tuple[blocks.RowState, jax.Array]:
+        """Scores and weights of the first block; its values are left to come."""
+        slot = jnp.int32(0)
         plgpu.barrier_wait(self.scratch["k_ready"].at[slot])
 
         def multiply(acc: Ref) -> jax.Array:
             self._multiply_keys(acc, slot)
-            _take_turn(self.static, self.scratch)
+            _take_turn(self.scratch)
             return acc[...]
 
         scores = pl.run_scoped(multiply, blocks.gpu.ACC((blocks.ROWS, BLOCK), jnp.float32))
         plgpu.barrier_arrive(self.scratch["k_free"].at[slot])
-        top, weight, keep, p = self._weights(scores, step, state, masked)
+        top, weight, keep, p = self._weights(scores, slot, state, masked=True)
         values = tuple(chunk * lax.broadcast_in_dim(keep, chunk.shape, [0]) for chunk in state.values)
         values, p = lax.optimization_barrier((values, p.astype(self.q_smem.dtype)))
-        _take_turn(self.static, self.scratch)
+        _take_turn(self.scratch)
         return blocks.RowState(top, weight, values), p
 
     def step(
@@ -450,10 +427,10 @@ class _Walk:
                 value_acc[...] = chunk
             self._multiply_keys(acc, slot)
             self._multiply_values(p, before, accs)
-            _take_turn(self.static, scratch)
+            _take_turn(scratch)
             scores = plgpu.wgmma_accumulator_load(acc, wait_n=len(accs))
             plgpu.barrier_arrive(scratch["k_free"].at[slot])
-            top, weight, keep, new_p = self._weights(scores, step, state, masked)
+            top, weight, keep, new_p = self._weights(scores, step, state, masked=masked)
             values = self._dots(p, before, state.values) if interpreted else tuple(value[...] for value in accs)
             plgpu.barrier_arrive(scratch["v_free"].at[before])
             values, new_p = lax.optimization_barrier((values, new_p))
@@ -464,7 +441,7 @@ class _Walk:
         accs = [] if interpreted else [blocks.gpu.ACC(chunk.shape, jnp.float32) for chunk in state.values]
         scores_acc = blocks.gpu.ACC((blocks.ROWS, BLOCK), jnp.float32)
         top, weight, p, *values = pl.run_scoped(multiply, scores_acc, *accs)
-        _take_turn(self.static, scratch)
+        _take_turn(scratch)
         return blocks.RowState(top, weight, tuple(values)), p
 
     def finish(self, step: jax.Array, state: blocks.RowState, p: jax.Array) -> blocks.RowState:
@@ -479,10 +456,6 @@ class _Walk:
             )
         plgpu.barrier_arrive(self.scratch["v_free"].at[slot])
         return state._replace(values=values)
-
-    def whole_step(self, step: jax.Array, state: blocks.RowState, *, masked: bool) -> blocks.RowState:
-        """A block from its scores to its values."""
-        return self.finish(step, *self.begin(step, state, masked=masked))
 
 
 def _store(

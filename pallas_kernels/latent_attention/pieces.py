@@ -89,7 +89,7 @@ def cut_windows(
     num_rows = kv_lens.shape[0]
     begin, end = query_starts[:-1], query_starts[1:]
     aligned = begin // GRANULE * GRANULE
-    counts = jnp.where(end > begin, (end - aligned + TILE - 1) // TILE, 0)
+    counts = jnp.where((end > begin) & (kv_lens > 0), (end - aligned + TILE - 1) // TILE, 0)
     ends = jnp.cumsum(counts)
     # Each row wastes less than one window, and less than one granule at its start.
     most = min(num_tokens, (num_tokens + num_rows * (TILE + GRANULE - 2)) // TILE)

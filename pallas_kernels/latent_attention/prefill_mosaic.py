@@ -31,7 +31,7 @@ from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "tiling", "variant", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rule", "tiling", "interpret"))
 def latent_prefill_attention_mosaic(
     q: Float[Array, "tokens heads query_dim"],
     key: Float[Array, "heads nope_dim latent_dim"],
@@ -43,7 +43,6 @@ def latent_prefill_attention_mosaic(
     rule: ScoreRule,
     *,
     tiling: ExpansionTiling | None = None,
-    variant: tuple[tuple[str, bool], ...] = (),
     interpret: Any = None,
 ) -> Float[Array, "tokens heads value_dim"]:
     """See `latent_prefill_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
@@ -59,10 +58,8 @@ def latent_prefill_attention_mosaic(
         )
     padded = max(-(-num_tokens // GRANULE) * GRANULE, blocks.ROWS)
     q = jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
-    # Tokens beyond the last row are one more row, which has no keys.
-    starts = jnp.append(query_starts, jnp.asarray(padded, query_starts.dtype))
     row_blocks = RowBlocks.of(query_starts, kv_lens)
-    windows = cut_windows(starts, jnp.pad(kv_lens, (0, 1)), row_blocks, padded)
+    windows = cut_windows(query_starts, kv_lens, row_blocks, padded)
     count, group = tiling.piece_blocks, tiling.group_heads
     most = kv_lens.shape[0] * -(-page_table.shape[1] * rows.tokens_per_page // BLOCK)
     out = jax.new_ref(jnp.zeros((padded, heads, value.shape[1]), q.dtype))
@@ -75,7 +72,6 @@ def latent_prefill_attention_mosaic(
             latent_dim=latent_dim,
             group_heads=group,
             interpret=interpret,
-            **dict(variant),
         )
     )
 
@@ -90,7 +86,6 @@ def latent_prefill_attention_mosaic(
             cached,
             windows._replace(base=windows.base - piece * count),
             jnp.int32(first_head),
-            piece == 0,
             out,
             state,
         )
@@ -107,4 +102,3 @@ def latent_prefill_attention_mosaic(
 def _empty_state(windows: Windows, group: int, value_dim: int) -> State:
     shape = (windows.start.shape[0], group, TILE)
     return State(*(jax.new_ref(jnp.zeros(s, jnp.float32)) for s in ((*shape, value_dim), shape, shape)))
-
