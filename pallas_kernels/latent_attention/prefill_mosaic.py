@@ -30,6 +30,30 @@ from tokenspeed_jax.pallas_kernels.latent_attention.pieces import ExpansionTilin
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
+MAX_QUERY_DIM = 192  # channels of a head's queries and keys that shared memory has room for
+MAX_VALUE_DIM = 128  # channels of a head's values that registers have room for
+
+
+def shape_refusal(
+    *, nope_dim: int, rope_dim: int, value_dim: int, tokens_per_page: int, dtype: str, cache_dtype: str
+) -> str | None:
+    """Why the kernel cannot serve this geometry on any GPU; None when it can."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype} is neither bfloat16 nor float16, which the matrix units take"
+    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
+        return f"pages of {cache_dtype} differ from queries of {dtype}"
+    dims = (nope_dim, rope_dim, value_dim)
+    if any(dim % blocks.CHUNK or not dim for dim in dims):
+        return f"{nope_dim} + {rope_dim} channels of keys, {value_dim} of values are not multiples of {blocks.CHUNK}"
+    if nope_dim + rope_dim > MAX_QUERY_DIM or value_dim > MAX_VALUE_DIM:
+        return (
+            f"{nope_dim} + {rope_dim} channels of keys, {value_dim} of values are more than {MAX_QUERY_DIM} and "
+            f"{MAX_VALUE_DIM}"
+        )
+    if not tokens_per_page or BLOCK % tokens_per_page:
+        return f"pages hold {tokens_per_page} tokens, no divisor of the {BLOCK} of a block"
+    return None
+
 
 @functools.partial(jax.jit, static_argnames=("rule", "tiling", "interpret"))
 def latent_prefill_attention_mosaic(
