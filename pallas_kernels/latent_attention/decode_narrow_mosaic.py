@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import choose_splits
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -71,11 +72,10 @@ class _Kernel:
     splits: int
     rule: ScoreRule
     first_row: int
-    probe: str
     interpreted: bool
 
 
-@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "probe", "interpret"))
+@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "interpret"))
 def latent_decode_narrow_mosaic(
     q: Float[Array, "batch heads row_dim"],
     rows: PageView,
@@ -84,8 +84,7 @@ def latent_decode_narrow_mosaic(
     latent_dim: int,
     rule: ScoreRule,
     *,
-    splits: int,
-    probe: str = "",
+    splits: int | None = None,
     interpret: Any = None,
 ) -> Float[Array, "batch heads latent_dim"]:
     """See `latent_decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU.
@@ -94,6 +93,7 @@ def latent_decode_narrow_mosaic(
         splits: blocks that share one row.
     """
     batch, heads, row_dim = q.shape
+    splits = choose_splits(rows=batch, head_tiles=1, columns=page_table.shape[1]) if splits is None else splits
     padded = -(-heads // ROW_PIECE) * ROW_PIECE
     parts = COMPUTE_WARPGROUPS
     scratch = {
@@ -105,7 +105,7 @@ def latent_decode_narrow_mosaic(
         "ready": plgpu.Barrier(num_barriers=parts),
         "free": plgpu.Barrier(num_barriers=parts),
     }
-    static = _Kernel(latent_dim, splits, rule, rows.first_row, probe, interpret is not None)
+    static = _Kernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=[
@@ -262,18 +262,12 @@ def _added(
     page, p_smem = scratch["rows_smem"].at[own + zero], scratch["p_smem"].at[own + zero]
     heads = scratch["q_smem"].shape[0]
     plgpu.barrier_wait(scratch["ready"].at[own])
-    if static.probe == "load":
-        plgpu.barrier_arrive(scratch["free"].at[own])
-        return state
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, page, scratch["q_smem"].transpose((1, 0)))
         return acc[...]
 
     scores = pl.run_scoped(multiply, blocks.gpu.ACC((PAGE, heads), jnp.float32))
-    if static.probe == "scores":
-        plgpu.barrier_arrive(scratch["free"].at[own])
-        return state._replace(weight=state.weight + scores)
     scores = scores * (static.rule.scale * blocks.LOG2_E)
     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
     scores = jnp.where(token < visible, scores, blocks.MASKED)

@@ -101,7 +101,6 @@ class _Kernel:
     rule: ScoreRule
     first_row: int
     members: int
-    probe: str
     interpreted: bool
 
     @property
@@ -110,7 +109,7 @@ class _Kernel:
         return {"collective_axes": "member"} if self.members > 1 else {}
 
 
-@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "clustered", "probe", "interpret"))
+@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "clustered", "interpret"))
 def latent_decode_attention_mosaic(
     q: Float[Array, "batch heads row_dim"],
     rows: PageView,
@@ -121,7 +120,6 @@ def latent_decode_attention_mosaic(
     *,
     splits: int | None = None,
     clustered: bool = True,
-    probe: str = "",
     interpret: Any = None,
 ) -> Float[Array, "batch heads latent_dim"]:
     """See `latent_decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU.
@@ -143,7 +141,7 @@ def latent_decode_attention_mosaic(
     if splits > 1:
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
-    static = _Kernel(latent_dim, splits, rule, rows.first_row, members, probe, interpret is not None)
+    static = _Kernel(latent_dim, splits, rule, rows.first_row, members, interpret is not None)
     cluster = {"cluster": (members,), "cluster_names": ("member",)} if members > 1 else {}
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
@@ -262,39 +260,14 @@ def _load_pages(
         following = page_ids(jnp.minimum(step + 1, steps - 1))
         for own, page in enumerate(pages):
             for part in ("near", "far"):
-                if static.probe != "compute":
-                    pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch[f"{part}_free"].at[own]))
-                elif part:
-                    pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch[f"{part}_free"].at[own]))
+                pl.when(step > 0)(functools.partial(plgpu.barrier_wait, scratch[f"{part}_free"].at[own]))
                 half = own if part == "near" else 1 - own
                 page_ref, ready = rows_ref.at[page + static.first_row, :, 0], scratch[f"{part}_ready"].at[own]
-                if static.probe == "compute":
-
-                    @pl.when(step > 0)
-                    def _arrive(ready=ready, part=part):
-                        plgpu.barrier_arrive(ready)
-                        if part == "far":
-                            plgpu.barrier_arrive(ready)
-
-                    @pl.when(step == 0)
-                    def _first(page_ref=page_ref, ready=ready, half=half, own=own, part=part):
-                        plgpu.copy_gmem_to_smem(
-                            page_ref.at[:, _half(half, static)],
-                            scratch["rows_smem"].at[own, half],
-                            ready,
-                            **static.shared,
-                        )
-                        if part == "far":
-                            plgpu.copy_gmem_to_smem(
-                                page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared
-                            )
-
-                    continue
-                plgpu.copy_gmem_to_smem(
-                    page_ref.at[:, _half(half, static)], scratch["rows_smem"].at[own, half], ready, **static.shared
-                )
+                target = scratch["rows_smem"].at[own, half]
+                plgpu.copy_gmem_to_smem(page_ref.at[:, _half(half, static)], target, ready, **static.shared)
                 if part == "far":
-                    plgpu.copy_gmem_to_smem(page_ref.at[:, rope], scratch["rope_smem"].at[own], ready, **static.shared)
+                    target = scratch["rope_smem"].at[own]
+                    plgpu.copy_gmem_to_smem(page_ref.at[:, rope], target, ready, **static.shared)
         return following
 
     @pl.when(steps > 0)
@@ -323,12 +296,6 @@ def _attend(
     def step_through(step: jax.Array, state: blocks.RowState) -> blocks.RowState:
         start = ((begin + step) * COMPUTE_WARPGROUPS + own) * PAGE
         zero = lax.div(step, _NEVER)
-        if static.probe == "load":
-            for part in ("near", "far"):
-                plgpu.barrier_wait(scratch[f"{part}_ready"].at[own])
-            plgpu.barrier_arrive(scratch["near_free"].at[own])
-            plgpu.barrier_arrive(scratch["far_free"].at[own])
-            return state
         scores = _scores(own, zero, static, scratch) * (static.rule.scale * blocks.LOG2_E)
         scores = blocks.visible_columns(scores, jnp.int32(0), length - start)
         return (_first_added, _second_added)[own](state, scores, zero, static, scratch)
