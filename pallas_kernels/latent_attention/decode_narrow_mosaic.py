@@ -34,7 +34,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
-from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import choose_splits
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -45,7 +44,7 @@ MAX_HEADS = 32  # more would not fit the registers
 # are used; all of them known before the loop would take more registers than there are.
 _NEVER = 1 << 24
 REDUCED = 32  # values of each head that meet in shared memory: four warps', in eight lanes
-ROW_PIECE = 8  # rows of one swizzled tile: heads are padded to whole tiles
+HEADS_PIECE = 16  # heads are padded to a multiple, so that two forms of the kernel serve them all
 
 Ref = Any
 
@@ -84,7 +83,7 @@ def latent_decode_narrow_mosaic(
     latent_dim: int,
     rule: ScoreRule,
     *,
-    splits: int | None = None,
+    splits: int,
     interpret: Any = None,
 ) -> Float[Array, "batch heads latent_dim"]:
     """See `latent_decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU.
@@ -93,8 +92,7 @@ def latent_decode_narrow_mosaic(
         splits: blocks that share one row.
     """
     batch, heads, row_dim = q.shape
-    splits = choose_splits(rows=batch, head_tiles=1, columns=page_table.shape[1]) if splits is None else splits
-    padded = -(-heads // ROW_PIECE) * ROW_PIECE
+    padded = -(-heads // HEADS_PIECE) * HEADS_PIECE
     parts = COMPUTE_WARPGROUPS
     scratch = {
         "q_smem": blocks.swizzled(padded, row_dim, dtype=q.dtype),

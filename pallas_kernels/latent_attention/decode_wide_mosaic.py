@@ -1,4 +1,4 @@
-"""Latent decode attention for Hopper GPUs, written with Mosaic GPU: split-KV over pairs of pages, heads as matrix rows.
+"""Latent decode attention with many heads for Hopper GPUs, written with Mosaic GPU: heads as matrix rows.
 
     grid: (split, row, tile of 64 heads); one block = three warpgroups = one multiprocessor
 
@@ -9,21 +9,27 @@
     waits near_free[w]
     page w, half w of L - TMA --> c[w], half w ------------------->  waits near_ready[w]; S = q c[w]^T (wgmma)
     waits far_free[w]
-    page w, the rest ---- TMA --> c[w], half o and R ------------->  waits far_ready[w];  S += ...
-                                  tops[w] <----------------------->  own highest scores; both meet; common top
-                                  c[w], first 64 of R <------------  P, now that S has read the keys
-                                                                     O *= ...; O += P c[w][:, half w] (wgmma)
-                                                                     both meet
-                                  c[o] --------------------------->  O += P[o] c[o][:, half w] (wgmma)
-    ... next pair of pages                                           arrives near_free[w], far_free[o]
+    page w, the rest ---- TMA --> c[w], half o and R[w] ---------->  waits far_ready[w];  S += ...
+    ... next pair of pages                                           then, each its own way:
 
-                                  q, columns of half w <-----------  at the end, once both are done with q: O / sum
-    out[split, row, heads] <----  TMA, 64 columns at a time
+    compute warpgroup 0                      shared memory           compute warpgroup 1
+    -------------------                      -------------           -------------------
+    top = highest of S and all before -----> tops[0] ------------->  waits top_known; top = highest of S and that
+    P = exp2(S - top) ---------------------> R[0]                    P = exp2(S - top)
+    O *= ...; O += P c[0][:, half 0]         R[1] <----------------  O *= ...
+    frees near[0]                            R[0] ---------------->  waits weights_known[0]; O += P[0] c[0][:, half 1]
+    waits weights_known[1] <---------------- R[1], tops[1]           frees far[0]
+    O *= ...; O += P[1] c[1][:, half 0]                              O *= ...; O += P c[1][:, half 1]
+    frees far[1]                                                     frees near[1]
+
+    out[split, row, heads] <--- TMA -------- q <-------------------  at the end, once both are done with q: O / sum
 
 A cached row (L latent channels, R positional ones) is key and value at once, so a page is loaded once and read twice.
 The output of 64 heads has more columns than one warpgroup has registers for: warpgroup w keeps half w of them, and the
-scores of page w. Queries and one pair of pages fill shared memory, so the next pair comes in pieces, each as soon as
-its place is free: half w of page w is read by warpgroup w alone, and is free while the other halves are still used.
+scores of page w. Queries and one pair of pages fill shared memory: the weights take the place of the positional
+channels once the scores have read these, and the next pair comes in pieces, each as soon as its place is free. The
+highest score goes from warpgroup 0 to warpgroup 1 and on to the next pair's warpgroup 0, so neither waits for the
+other before it has products of its own to make.
 
 With several splits a small XLA fusion merges the outputs by their log weights. They are rounded to q's dtype before:
 shared memory is full, and each is weighted by at most 1.
@@ -49,47 +55,11 @@ from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 PAGE = 64
 COMPUTE_WARPGROUPS = 2
 ROW_PIECE = 8  # rows of one swizzled tile: heads are padded to whole tiles
-MAX_ROW_DIM = 576  # channels of a cached row that shared memory has room for
-MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the choice of splits depends on it
 # More steps than any row takes. Addresses that seem to depend on step / _NEVER, which is 0, are computed where they
 # are used; all of them known before the loop would take more registers than there are.
 _NEVER = 1 << 24
-SPLIT_OVERHEAD_PAIRS = 2  # what starting and merging a split costs, in pairs of pages that it could have read
 
 Ref = Any
-
-
-def shape_refusal(
-    *, num_heads: int, latent_dim: int, rope_dim: int, tokens_per_page: int, dtype: str, cache_dtype: str
-) -> str | None:
-    """Why the kernel cannot serve this geometry on any GPU; None when it can."""
-    half = COMPUTE_WARPGROUPS * blocks.CHUNK
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {dtype} is neither bfloat16 nor float16, which the matrix units take"
-    if jnp.dtype(cache_dtype) != jnp.dtype(dtype):
-        return f"pages of {cache_dtype} differ from queries of {dtype}"
-    if latent_dim % half or rope_dim % blocks.CHUNK or not rope_dim or latent_dim + rope_dim > MAX_ROW_DIM:
-        return (
-            f"rows of {latent_dim} + {rope_dim} channels are not multiples of {half} and {blocks.CHUNK}, together at "
-            f"most {MAX_ROW_DIM}"
-        )
-    if tokens_per_page != PAGE:
-        return f"pages hold {tokens_per_page} tokens, the kernel takes {PAGE}"
-    if num_heads > blocks.ROWS and num_heads % blocks.ROWS:
-        return f"{num_heads} heads are more than {blocks.ROWS} and no multiple of it"
-    return None
-
-
-def choose_splits(*, rows: int, head_tiles: int, columns: int) -> int:
-    """The number of splits that wastes least of the GPU for a full table, one block on a multiprocessor."""
-
-    pairs = -(-columns // COMPUTE_WARPGROUPS)
-
-    def cost(splits: int) -> int:
-        waves = -(-rows * head_tiles * splits // MULTIPROCESSORS)
-        return waves * (-(-pairs // splits) + (SPLIT_OVERHEAD_PAIRS if splits > 1 else 0))
-
-    return min(range(1, min(pairs, MULTIPROCESSORS) + 1), key=cost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +70,11 @@ class _Kernel:
     splits: int
     rule: ScoreRule
     first_row: int
-    members: int
     interpreted: bool
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """How a copy reaches the blocks of a cluster, which all read the same pages."""
-        return {"collective_axes": "member"} if self.members > 1 else {}
 
-
-@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "clustered", "interpret"))
-def latent_decode_attention_mosaic(
+@functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "interpret"))
+def latent_decode_wide_mosaic(
     q: Float[Array, "batch heads row_dim"],
     rows: PageView,
     page_table: Int[Array, "batch columns"],
@@ -118,8 +82,7 @@ def latent_decode_attention_mosaic(
     latent_dim: int,
     rule: ScoreRule,
     *,
-    splits: int | None = None,
-    clustered: bool = True,
+    splits: int,
     interpret: Any = None,
 ) -> Float[Array, "batch heads latent_dim"]:
     """See `latent_decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU.
@@ -128,44 +91,36 @@ def latent_decode_attention_mosaic(
         splits: blocks that share one row and tile of heads.
     """
     batch, heads, row_dim = q.shape
-    columns = page_table.shape[1]
     head_tiles = -(-heads // blocks.ROWS)
     tile_heads = min(-(-heads // ROW_PIECE) * ROW_PIECE, blocks.ROWS)
-    splits = choose_splits(rows=batch, head_tiles=head_tiles, columns=columns) if splits is None else splits
     tiled = jnp.pad(q, ((0, 0), (0, head_tiles * tile_heads - heads), (0, 0)))
     tiled = tiled.reshape(batch, head_tiles, tile_heads, row_dim)
     shape = (splits, batch, head_tiles, tile_heads)
     out_type: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct((*shape, latent_dim), q.dtype)]
-    members = 2 if clustered and head_tiles % 2 == 0 else 1
-    scratch = _scratch(row_dim, latent_dim, members, q.dtype)
+    scratch = _scratch(row_dim, latent_dim, q.dtype)
     if splits > 1:
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
-    static = _Kernel(latent_dim, splits, rule, rows.first_row, members, interpret is not None)
-    cluster = {"cluster": (members,), "cluster_names": ("member",)} if members > 1 else {}
+    static = _Kernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=out_type,
         scratch_types=scratch,
-        grid=(splits, batch, head_tiles // members),
+        grid=shape[:3],
         grid_names=("split", "row", "tile"),
-        **cluster,
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        kernel_name="latent_decode_attention",
+        kernel_name="latent_decode_attention_wide",
     )
     results = kernel(tiled, rows.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
     out = _merge(*results).astype(q.dtype) if splits > 1 else results[0][0]
     return out.reshape(batch, -1, latent_dim)[:, :heads]
 
 
-def _scratch(row_dim: int, latent_dim: int, members: int, dtype: jnp.dtype) -> dict[str, Any]:
+def _scratch(row_dim: int, latent_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
     pair, half, rope = COMPUTE_WARPGROUPS, latent_dim // COMPUTE_WARPGROUPS, row_dim - latent_dim
-    free = plgpu.Barrier(num_barriers=pair)
-    if members > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=pair)
     return {
         "q_smem": blocks.swizzled(pair, blocks.ROWS, half, dtype=dtype),
         "q_rope_smem": blocks.swizzled(blocks.ROWS, rope, dtype=dtype),
@@ -176,8 +131,8 @@ def _scratch(row_dim: int, latent_dim: int, members: int, dtype: jnp.dtype) -> d
         "q_ready": plgpu.Barrier(num_arrivals=pair + 1),
         "near_ready": plgpu.Barrier(num_barriers=pair),
         "far_ready": plgpu.Barrier(num_arrivals=2, num_barriers=pair),
-        "near_free": free,
-        "far_free": free,
+        "near_free": plgpu.Barrier(num_barriers=pair),
+        "far_free": plgpu.Barrier(num_barriers=pair),
         "top_known": plgpu.Barrier(),
         "weights_known": plgpu.Barrier(num_barriers=pair),
         "met": plgpu.Barrier(num_arrivals=pair),
@@ -202,10 +157,7 @@ def _block(
     static: _Kernel,
     **scratch: Ref,
 ) -> None:
-    split, row, tile = (lax.axis_index(name) for name in ("split", "row", "tile"))
-    if static.members > 1:
-        tile = tile * static.members + lax.axis_index("member")
-    place = (split, row, tile)
+    split, row, tile = place = tuple(lax.axis_index(name) for name in ("split", "row", "tile"))
     length = lens_ref[row]
     pairs = lax.div(length + (2 * PAGE - 1), 2 * PAGE)
     share = lax.div(pairs + (static.splits - 1), static.splits)
@@ -264,10 +216,10 @@ def _load_pages(
                 half = own if part == "near" else 1 - own
                 page_ref, ready = rows_ref.at[page + static.first_row, :, 0], scratch[f"{part}_ready"].at[own]
                 target = scratch["rows_smem"].at[own, half]
-                plgpu.copy_gmem_to_smem(page_ref.at[:, _half(half, static)], target, ready, **static.shared)
+                plgpu.copy_gmem_to_smem(page_ref.at[:, _half(half, static)], target, ready)
                 if part == "far":
                     target = scratch["rope_smem"].at[own]
-                    plgpu.copy_gmem_to_smem(page_ref.at[:, rope], target, ready, **static.shared)
+                    plgpu.copy_gmem_to_smem(page_ref.at[:, rope], target, ready)
         return following
 
     @pl.when(steps > 0)

@@ -41,9 +41,16 @@ def behind_other_pages(view, pages):
 
 @pytest.mark.parametrize(
     ("heads", "splits", "kv_lens", "rope_dim"),
-    [(3, 1, (0, 65, 330), 64), (16, 2, (1, 190), 64), (128, 1, (70,), 64), (64, 3, (0, 200), 128)],
+    [
+        (3, 1, (0, 65, 330), 64),
+        (16, 2, (1, 190), 64),
+        (32, 1, (130,), 128),
+        (34, 1, (0, 65, 330), 64),
+        (128, 1, (70,), 64),
+        (64, 3, (0, 200), 128),
+    ],
 )
-def test_decode_kernel_equals_the_reference_without_races(interpret, heads, splits, kv_lens, rope_dim):
+def test_decode_kernels_equal_the_reference_without_races(interpret, heads, splits, kv_lens, rope_dim):
     problem = LatentProblem.random(
         np.random.default_rng(0), query_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_heads=heads, latent_dim=128,
         rope_dim=rope_dim, nope_dim=16, value_dim=16, columns=6, dtype=jnp.bfloat16,
@@ -54,6 +61,7 @@ def test_decode_kernel_equals_the_reference_without_races(interpret, heads, spli
     expected = latent_decode_attention_reference(*arguments)
     out, expected = np.asarray(out, np.float32), np.asarray(expected, np.float32)
     np.testing.assert_allclose(out, expected, atol=2e-2)
+    np.testing.assert_array_equal(out[np.asarray(kv_lens) == 0], 0.0)
     assert np.linalg.norm(out - expected) < 8e-3 * np.linalg.norm(expected)
 
 
@@ -127,7 +135,7 @@ def test_splits_are_chosen_to_fill_the_gpu():
 def test_the_reason_for_refusing_a_geometry_names_it(monkeypatch):
     assert "not a Hopper GPU" in op.decode_mosaic_refusal(**SHAPE)
     monkeypatch.setattr(op, "hopper_refusal", lambda: None)
-    for heads in (1, 16, 64, 128):
+    for heads in (1, 16, 32, 33, 64, 128):
         assert op.decode_mosaic_refusal(**{**SHAPE, "num_heads": heads}) is None
     for change, word in (
         ({"dtype": "float32", "cache_dtype": "float32"}, "float32"),
