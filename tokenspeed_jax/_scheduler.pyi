@@ -85,6 +85,8 @@ class SchedulerConfig:
             Refused with roles P and D, with `disable_prefix_cache`, and with State or replayable groups.
         dense_block_tables: whether plans carry their rows' block tables. Without, only the resident tables are there to
             be read, and a plan costs what changed rather than what its rows hold.
+        plan_past_max_new_tokens: whether a request is decoded on while the result that completes its declared output
+            has not landed. A caller that ends requests there saves that step without.
         max_kv_events: stored events that may wait for a drain; later ones are dropped and counted.
         max_overtaken_rounds: rounds in which a waiting request that does not fit may be passed by requests behind it;
             after them nobody behind it, later or less urgent, is admitted before it is. 0 = nobody is ever passed.
@@ -115,6 +117,7 @@ class SchedulerConfig:
     max_overtaken_rounds: int
     max_kv_events: int
     dense_block_tables: bool
+    plan_past_max_new_tokens: bool
     weight_version: str
     def __init__(self) -> None: ...
 

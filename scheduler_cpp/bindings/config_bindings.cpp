@@ -97,6 +97,7 @@ void BindSchedulerConfig(py::module_& module) {
       .def_readwrite("reuse_partial_pages", &SchedulerConfig::reuse_partial_pages)
       .def_readwrite("max_overtaken_rounds", &SchedulerConfig::max_overtaken_rounds)
       .def_readwrite("dense_block_tables", &SchedulerConfig::dense_block_tables)
+      .def_readwrite("plan_past_max_new_tokens", &SchedulerConfig::plan_past_max_new_tokens)
       .def_readwrite("max_kv_events", &SchedulerConfig::max_kv_events)
       .def_property("weight_version", TextGetter(&SchedulerConfig::weight_version),
                     TextSetter(&SchedulerConfig::weight_version));

@@ -99,6 +99,12 @@ GenerationBudget Request::Budget() const {
                           .retractions = retractions_};
 }
 
+bool Request::IsDeclaredOutputOut() const {
+  if (max_new_tokens_ == 0 || resources_ == nullptr) return false;
+  const int64_t out = std::ranges::count_if(resources_->rows_out, [](const RowOut& row) { return row.most_tokens > 0; });
+  return out > 0 && TokenSize() - submitted_size_ + out >= max_new_tokens_;
+}
+
 int32_t Request::NumComputedTokens() const {
   // The last token of a decoding request is fed by its next step.
   return state_ == RequestState::kDecoding ? TokenSize() - 1 : window_.end();

@@ -44,6 +44,9 @@ struct SchedulerConfig {
   // Whether plans carry their rows' block tables. Without, only the resident tables are there to be read, and a plan costs
   // what changed rather than what its rows hold.
   bool dense_block_tables = true;
+  // Whether a request is decoded on while the result that completes its declared output has not landed. A caller that ends
+  // requests there saves that step without.
+  bool plan_past_max_new_tokens = true;
   // Stored boundaries that may wait for a drain of the residency events; more are not reported, but counted.
   int32_t max_kv_events = 16384;
   std::string weight_version = {};  // prefixes are shared only between requests submitted under the same version

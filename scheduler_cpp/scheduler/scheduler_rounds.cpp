@@ -209,6 +209,7 @@ void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
     if (place + kTablesAhead < resident.size()) resident[place + kTablesAhead].PrefetchTables();
     Request& request = resident[place];
     if (!HasCompletePrefill(request.state()) || round.HasScheduled(request)) continue;
+    if (!config_.plan_past_max_new_tokens && request.IsDeclaredOutputOut()) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
     if (TryDecode(round, request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
   }

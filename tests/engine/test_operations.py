@@ -202,3 +202,10 @@ def test_a_trace_that_cannot_be_written_is_an_error_and_over(tmp_path: Path) -> 
     profiler.start(str(tmp_path / "good"))
     profiler.stop()
     assert list((tmp_path / "good").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_no_step_runs_after_the_last_token_that_was_asked_for(engine: Engine, max_tokens: int) -> None:
+    before = engine.stats().steps
+    engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    assert engine.stats().steps - before == max_tokens

@@ -387,3 +387,32 @@ def test_t8_blocks_are_dealt_to_four_owners_in_turn() -> None:
     assert {block: (place[block][0], place[block][1] + 1) for block in (1, 2, 4, 5, 8, 9)} == {
         1: (0, 1), 2: (1, 1), 4: (3, 1), 5: (0, 2), 8: (3, 2), 9: (0, 3),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("max_new", [1, 2, 3])
+def test_no_step_is_planned_past_the_declared_output_where_the_caller_ends_there(max_new: int) -> None:
+    s = Scenario([FULL], 63, plan_past_max_new_tokens=False, overlap_schedule_depth=1)
+    s.submit("ends", 5, max_new)
+    s.submit("goes on", 5)
+    planned = [s.plan().ids for _ in range(1)]
+    for _ in range(max_new):
+        planned.append(s.plan().ids)
+        for request_id in planned[-2]:
+            s.land(request_id, 7)
+    assert sum("ends" in ids for ids in planned) == max_new
+    assert all("goes on" in ids for ids in planned)
+
+
+def test_a_request_that_outlives_its_declared_output_is_planned_again() -> None:
+    s = Scenario([FULL], 63, plan_past_max_new_tokens=False, overlap_schedule_depth=1)
+    s.submit("a", 5, 1)
+    assert s.plan().ids == ["a"]
+    assert s.scheduler.next_execution_plan().forward[0].request_ids == []
+    s.land("a", 7)
+    assert s.plan().ids == ["a"]
+
+
+def test_the_default_plans_ahead_whatever_was_declared() -> None:
+    s = Scenario([FULL], 63, overlap_schedule_depth=1)
+    s.submit("a", 5, 1)
+    assert [s.plan().ids for _ in range(2)] == [["a"], ["a"]]

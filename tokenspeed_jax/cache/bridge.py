@@ -73,6 +73,7 @@ def scheduler_config(
     config.disable_l2_cache = True
     config.enable_mixed_prefill_decode = enable_mixed_prefill_decode
     config.dense_block_tables = False  # steps keep a copy of the resident tables
+    config.plan_past_max_new_tokens = False  # the engine ends a request there
     return config
 
 
