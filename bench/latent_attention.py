@@ -5,10 +5,9 @@
 Cached rows are bf16, 512 latent and 64 positional channels, in pages of 64 tokens in random order; heads have 128 key
 channels from the latent and 128 value channels. Decode calls are timed absorbed, as the kernel gets them, in chains as
 in `bench/attention.py`, and printed with the rate at which cached rows are read and the rate of products (scores and
-outputs of all heads, 2 x (576 + 512) a row and head). Prefill calls expand
-the cached rows too, whose products are not counted: the rate is that of scores and outputs, 2 x (192 + 128) a visible
-pair and head. Peers on one H200 (kernels.md 6): FlashInfer's FA3 kernel takes 151 us for 64 rows of 8k with 16 heads
-(4,006 GB/s) and 250 us with 128 heads (584 TFLOP/s).
+outputs of all heads, 2 x (576 + 512) a row and head). Prefill calls expand the cached rows too, whose products are not
+counted: the rate is that of scores and outputs, 2 x (192 + 128) a visible pair and head. Peers on one H200 (kernels.md
+6): FlashInfer's FA3 kernel takes 151 us for 64 rows of 8k with 16 heads (4,006 GB/s), 250 us with 128 (584 TFLOP/s).
 """
 
 import argparse

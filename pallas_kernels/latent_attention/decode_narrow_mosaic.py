@@ -241,10 +241,11 @@ def _over_tokens(
         return values.max(axis=0) if operation == "max" else values.sum(axis=0)
     result = blocks.gpu.ShapeDtypeStruct(values.shape[1:], values.dtype, layout=plgpu.Layout.WGMMA.reduce(0))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, blocks.gpu.RefType()), return_type=result)
-    def reduced(_: Any, values: Any, meeting: Any) -> Any:
+    def reduce(_: Any, values: Any, meeting: Any) -> Any:
         return values.reduce(operation, 0, meeting)
 
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, blocks.gpu.RefType()), return_type=result)
+    reduced: Any = inlined(reduce)
     return reduced(values, scratch["reduction_smem"].at[own])
 
 

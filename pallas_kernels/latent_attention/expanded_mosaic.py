@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
@@ -65,11 +65,16 @@ class Windows(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where rows stop between pieces, for each tile and head: see `mosaic_blocks.RowState`."""
+    """Where rows stop between pieces, for each tile and head: see `mosaic_blocks.RowState`.
 
-    values: Float32[Array, "tiles heads tile value_dim"]
-    top: Float32[Array, "tiles heads tile"]
-    weight: Float32[Array, "tiles heads tile"]
+    Attributes:
+        values: reference to float32[tiles, heads, tile, value_dim].
+        top, weight: references to float32[tiles, heads, tile].
+    """
+
+    values: Ref
+    top: Ref
+    weight: Ref
 
 
 class _Tile(NamedTuple):
@@ -271,7 +276,7 @@ def _attend(
             _store(out_ref, blocks.outputs(state), tokens, half, skipped + first, length, scratch)
 
         @pl.when(jnp.logical_not(finished))
-        def _stop() -> None:
+        def _stop(kept: State = kept) -> None:
             _keep(state, kept, tile, half)
 
     @pl.when(length <= 0)
