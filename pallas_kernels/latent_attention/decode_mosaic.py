@@ -16,12 +16,11 @@ from tokenspeed_jax.pallas_kernels.latent_attention.decode_wide_mosaic import (
     PAGE,
     latent_decode_wide_mosaic,
 )
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import choose_splits
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 MAX_ROW_DIM = 576  # channels of a cached row that shared memory has room for
-MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the choice of splits depends on it
-SPLIT_OVERHEAD_PAIRS = 2  # what starting and merging a split costs, in pairs of pages that it could have read
 
 
 def shape_refusal(
@@ -43,18 +42,6 @@ def shape_refusal(
     if num_heads > blocks.ROWS and num_heads % blocks.ROWS:
         return f"{num_heads} heads are more than {blocks.ROWS} and no multiple of it"
     return None
-
-
-def choose_splits(*, rows: int, head_tiles: int, columns: int) -> int:
-    """The number of splits that wastes least of the GPU for a full table, one block on a multiprocessor."""
-
-    pairs = -(-columns // COMPUTE_WARPGROUPS)
-
-    def cost(splits: int) -> int:
-        waves = -(-rows * head_tiles * splits // MULTIPROCESSORS)
-        return waves * (-(-pairs // splits) + (SPLIT_OVERHEAD_PAIRS if splits > 1 else 0))
-
-    return min(range(1, min(pairs, MULTIPROCESSORS) + 1), key=cost)
 
 
 def latent_decode_attention_mosaic(

@@ -12,7 +12,8 @@
                                                                   O *= ...; O += c[w][:, :L]^T p[w]^T (wgmma, [L, H])
     ... next page, other slot                                     arrives free[w]
 
-    out[split, w, row] <--------------- registers --------------  at the end: O / sum
+                                  c[w], used as [H, L] <--------  at the end: (O / sum)^T
+    out[split, w, row] <--- TMA - c[w]
 
 A cached row (L latent channels, R positional ones) is key and value at once, so a page is loaded once and read twice.
 With up to 32 heads the scores of a page are few and the output of all channels fits one warpgroup's registers: the two
@@ -31,9 +32,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import merged
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -44,6 +46,7 @@ MAX_HEADS = 32  # more would not fit the registers
 # are used; all of them known before the loop would take more registers than there are.
 _NEVER = 1 << 24
 REDUCED = 32  # values of each head that meet in shared memory: four warps', in eight lanes
+ROW_PIECE = 8  # rows of one swizzled tile
 HEADS_PIECE = 16  # heads are padded to a multiple, so that two forms of the kernel serve them all
 
 Ref = Any
@@ -107,7 +110,7 @@ def latent_decode_narrow_mosaic(
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=[
-            jax.ShapeDtypeStruct((splits, parts, batch, latent_dim, padded), q.dtype),
+            jax.ShapeDtypeStruct((splits, parts, batch, padded, latent_dim), q.dtype),
             jax.ShapeDtypeStruct((splits, parts, batch, padded), jnp.float32),
         ],
         scratch_types=scratch,
@@ -121,18 +124,8 @@ def latent_decode_narrow_mosaic(
     )
     q = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0)))
     out, log_weight = kernel(q, rows.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
-    shape = (splits * parts, batch)
-    merged = _merge(out.reshape(*shape, latent_dim, padded), log_weight.reshape(*shape, padded))
-    return merged[:, :heads].astype(q.dtype)
-
-
-def _merge(
-    out: Float[Array, "parts batch dim heads"], log_weight: Float32[Array, "parts batch heads"]
-) -> Float32[Array, "batch heads dim"]:
-    """Joins the parts' outputs; one that took no page has weight exactly 0 unless none took any."""
-    weight = jnp.exp2(log_weight - log_weight.max(axis=0))
-    weight = weight / weight.sum(axis=0)
-    return (out.astype(jnp.float32) * weight[:, :, None]).sum(axis=0).swapaxes(1, 2)
+    shape = (splits * parts, batch, padded)
+    return merged(out.reshape(*shape, latent_dim), log_weight.reshape(shape))[:, :heads].astype(q.dtype)
 
 
 def _block(
@@ -225,8 +218,17 @@ def _attend(
     weight = _over_tokens("add", state.weight, own, static, scratch)
     taken = weight > 0
     weight = jnp.where(taken, weight, 1.0)
-    out_ref[...] = (state.values / lax.broadcast_in_dim(weight, state.values.shape, [1])).astype(out_ref.dtype)
     log_ref[...] = jnp.where(taken, state.top + jnp.log(weight) * blocks.LOG2_E, blocks.MASKED)
+    values = (state.values / lax.broadcast_in_dim(weight, state.values.shape, [1])).astype(out_ref.dtype)
+    # All warps met in the sum: the own slot is no longer read, and holds the output on its way.
+    page, latents = scratch["rows_smem"].at[own], pl.ds(0, static.latent_dim)
+    stage = page.at[pl.ds(0, heads), latents].transpose((1, 0))
+    stage[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    for first in range(0, heads, ROW_PIECE):  # TMA copies what is contiguous, and shared memory is tiled
+        piece = pl.ds(first, ROW_PIECE)
+        plgpu.copy_smem_to_gmem(page.at[piece, latents], out_ref.at[piece])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _over_tokens(

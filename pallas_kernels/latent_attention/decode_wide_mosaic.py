@@ -46,9 +46,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import merged
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -115,7 +116,7 @@ def latent_decode_wide_mosaic(
         kernel_name="latent_decode_attention_wide",
     )
     results = kernel(tiled, rows.typed(), page_table.astype(jnp.int32), kv_lens.astype(jnp.int32))
-    out = _merge(*results).astype(q.dtype) if splits > 1 else results[0][0]
+    out = merged(*results).astype(q.dtype) if splits > 1 else results[0][0]
     return out.reshape(batch, -1, latent_dim)[:, :heads]
 
 
@@ -137,14 +138,6 @@ def _scratch(row_dim: int, latent_dim: int, dtype: jnp.dtype) -> dict[str, Any]:
         "weights_known": plgpu.Barrier(num_barriers=pair),
         "met": plgpu.Barrier(num_arrivals=pair),
     }
-
-
-def _merge(
-    out: Float[Array, "splits batch tiles heads dim"], log_weight: Float32[Array, "splits batch tiles heads"]
-) -> Float32[Array, "batch tiles heads dim"]:
-    """Joins the splits' outputs; one that took no page has weight exactly 0 unless none took any."""
-    weight = jnp.exp2(log_weight - log_weight.max(axis=0))
-    return (out.astype(jnp.float32) * weight[..., None]).sum(axis=0) / weight.sum(axis=0)[..., None]
 
 
 def _block(

@@ -8,13 +8,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tokenspeed_jax.pallas_kernels import latent_attention as op
-from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import choose_splits, latent_decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import latent_decode_attention_mosaic
 from tokenspeed_jax.pallas_kernels.latent_attention.pieces import ExpansionTiling
 from tokenspeed_jax.pallas_kernels.latent_attention.prefill_mosaic import latent_prefill_attention_mosaic
 from tokenspeed_jax.pallas_kernels.latent_attention.reference import (
     latent_decode_attention_reference,
     latent_prefill_attention_reference,
 )
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import choose_splits
 from tokenspeed_jax.pallas_kernels.problems import LatentProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
