@@ -86,4 +86,12 @@ def _layer_refusals(layer: LayerSpec, tokens_per_page: int, dtype: str) -> dict[
                 dtype=dtype,
                 cache_dtype=dtype,
             )
-            return {"latent decode": decode, "latent prefill": latent_attention.prefill_mosaic_refusal()}
+            prefill = latent_attention.prefill_mosaic_refusal(
+                nope_dim=layer.nope_dim,
+                rope_dim=layer.rope_dim,
+                value_dim=layer.value_dim,
+                tokens_per_page=tokens_per_page,
+                dtype=dtype,
+                cache_dtype=dtype,
+            )
+            return {"latent decode": decode, "latent prefill": prefill}
