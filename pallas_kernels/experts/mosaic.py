@@ -23,7 +23,7 @@ time is that of reading the weights, once for each tile, and no expert without a
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
-from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, tile_rows_for
+from tokenspeed_jax.pallas_kernels.experts.dispatch import PlacedTiles, dispatch_mosaic
+from tokenspeed_jax.pallas_kernels.experts.tiles import tile_rows_for
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
 
@@ -42,6 +43,8 @@ CHUNK = 64  # input channels per stage: one 128-byte swizzle of 16-bit values
 MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the number of blocks depends on it
 SHARED_BYTES = 226 * 1024  # of a multiprocessor, without what barriers take
 MAX_STAGES = 8
+REGISTERS = {2: 232, 3: 160}  # of a compute thread, by the number of compute warpgroups
+FETCHED_AHEAD = 6  # chunks of the following product's weights: 26 MB of the cache's 60
 COLUMN_BLOCKS = ((2, 128), (1, 192), (2, 64), (1, 64))  # of a plain product: weight blocks, columns of each
 
 Ref = Any
@@ -97,6 +100,13 @@ class ProductTiling:
         return min(self.rows, blocks.ROWS)
 
 
+class Following(NamedTuple):
+    """The product after this one."""
+
+    weights: Float[Array, "experts out channels"]
+    tiling: ProductTiling
+
+
 def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
     """Why the kernel cannot serve these experts on any GPU; None when it can."""
     if len(dtypes) > 1:
@@ -135,10 +145,15 @@ def _expert_mlp(
 ) -> Float[Array, "tokens hidden"]:
     num_experts = weights.gate_up.shape[0]
     rows = tile_rows_for(expert_ids.size, num_experts, headroom=2)  # a second tile would read the weights again
-    tiles = ExpertTiles.of(expert_ids, num_experts, rows)
-    x_tiles, gate_up_bias = x[tiles.token_of_slot], weights.gate_up_bias
-    inner = grouped_product(x_tiles, weights.gate_up, gate_up_bias, tiles, rows, activation, interpret=interpret)
-    y = grouped_product(inner, weights.down, weights.down_bias, tiles, rows, None, interpret=interpret)
+    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
+    most = tiles.expert_of_tile.size
+    first = ProductTiling.choose(rows, weights.gate_up.shape[1] // 2, gated=True, tiles=most)
+    second = ProductTiling.choose(rows, weights.down.shape[1], gated=False, tiles=most)
+    following = Following(weights.down, second)
+    inner = grouped_product(
+        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, following, interpret=interpret
+    )
+    y = grouped_product(inner, weights.down, weights.down_bias, tiles, second, None, interpret=interpret)
     return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
 
 
@@ -162,20 +177,22 @@ def grouped_product(
     x: Float[Array, "slots channels"],
     weights: Float[Array, "experts out channels"],
     bias: Float[Array, "experts out"] | None,
-    tiles: ExpertTiles,
-    rows: int,
+    tiles: PlacedTiles,
+    tiling: ProductTiling,
     activation: GatedActivation | None,
+    following: Following | None = None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "slots columns"]:
-    """Each tile's rows times its expert's weights, plus its bias; rows of dead tiles stay undefined.
+    """Each tile's rows times its expert's weights, plus its bias; rows that hold no token stay undefined.
 
     With an activation the first half of `out` are gates, the second ups, and `columns` is half of `out`.
+
+    Args:
+        following: the product after this one, whose first weights the blocks fetch into the cache when they are done.
     """
     gated = activation is not None
     outputs = weights.shape[1] // 2 if gated else weights.shape[1]
-    tiling = ProductTiling.choose(rows, outputs, gated=gated, tiles=tiles.expert_of_tile.size)
-    width = tiling.columns * (1 if gated else tiling.weight_blocks)
     scratch = {
         "x_smem": blocks.swizzled(tiling.stages, tiling.warpgroups, blocks.ROWS, CHUNK, dtype=x.dtype),
         "w_smem": blocks.swizzled(tiling.stages, tiling.weight_blocks, tiling.columns, CHUNK, dtype=x.dtype),
@@ -183,9 +200,13 @@ def grouped_product(
         "ready": plgpu.Barrier(num_arrivals=tiling.warpgroups + tiling.weight_blocks, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
     }
+    width = tiling.columns * (1 if gated else tiling.weight_blocks)
     items = tiles.expert_of_tile.size * (outputs // width)
     kernel = plgpu.kernel(
-        functools.partial(_block, tiling=tiling, activation=activation),
+        functools.partial(
+            _block, tiling=tiling, activation=activation, has_bias=bias is not None,
+            following=None if following is None else following.tiling,
+        ),
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
         scratch_types=scratch,
         grid=(min(MULTIPROCESSORS, items),),
@@ -196,21 +217,26 @@ def grouped_product(
         interpret=interpret,
         kernel_name="experts_gate_up" if gated else "experts_down",
     )
-    biases = () if bias is None else (bias,)
-    return kernel(x, weights, tiles.expert_of_tile, tiles.num_live.reshape(1), *biases)
+    optional = [] if bias is None else [bias]
+    optional += [] if following is None else [following.weights]
+    return kernel(x, weights, tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_live, *optional)
 
 
 def _block(
     x_ref: Ref,
     w_ref: Ref,
     expert_ref: Ref,
+    rows_ref: Ref,
     live_ref: Ref,
-    *bias_and_out_ref: Ref,
+    *optional_and_out_ref: Ref,
     tiling: ProductTiling,
     activation: GatedActivation | None,
+    has_bias: bool,
+    following: ProductTiling | None,
     **scratch: Ref,
 ) -> None:
-    *bias_refs, out_ref = bias_and_out_ref
+    *optional, out_ref = optional_and_out_ref
+    bias_refs = optional[:1] if has_bias else []
     block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
     width = tiling.columns * (tiling.weight_blocks if activation is None else 1)
@@ -242,20 +268,44 @@ def _block(
     @pl.when(warpgroup < tiling.warpgroups)
     def _compute() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        _multiply(x_ref.shape[1] // CHUNK, out_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
+            plgpu.set_max_registers(REGISTERS[tiling.warpgroups], action="increase")
+        _multiply(x_ref.shape[1] // CHUNK, out_ref, rows_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
 
     @pl.when(warpgroup == tiling.warpgroups)
     def _load() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        _load_chunks(x_ref, w_ref, expert_ref, items, place, second, tiling, scratch)
+            plgpu.set_max_registers(40 if tiling.warpgroups == 2 else 24, action="decrease")
+        _load_chunks(x_ref, w_ref, expert_ref, rows_ref, items, place, second, tiling, scratch)
+        if following is not None:
+            _fetch_ahead(optional[-1], expert_ref, live_ref, following)
+        steps = items * (x_ref.shape[1] // CHUNK)
+
+        @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
+        def _drain(step: jax.Array) -> None:
+            plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
+
+
+def _fetch_ahead(w_ref: Ref, expert_ref: Ref, live_ref: Ref, tiling: ProductTiling) -> None:
+    """Asks the cache for the first chunks of weights that this block of the following kernel will read."""
+    block = lax.axis_index("block")
+    width = tiling.columns * tiling.weight_blocks
+    column_blocks = w_ref.shape[1] // width
+    tile, column = lax.div(block, column_blocks), lax.rem(block, column_blocks) * width
+
+    @pl.when(tile < live_ref[0])
+    def _fetch() -> None:
+        expert = expert_ref[tile]
+        for chunk in range(min(FETCHED_AHEAD, w_ref.shape[2] // CHUNK)):
+            for i in range(tiling.weight_blocks):
+                rows = pl.ds(column + i * tiling.columns, tiling.columns)
+                plgpu.async_prefetch(w_ref.at[expert, rows, pl.ds(chunk * CHUNK, CHUNK)])
 
 
 def _load_chunks(
     x_ref: Ref,
     w_ref: Ref,
     expert_ref: Ref,
+    rows_ref: Ref,
     items: jax.Array,
     place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     second: int,
@@ -267,7 +317,7 @@ def _load_chunks(
     @pl.loop(0, items)
     def _item(item: jax.Array) -> None:
         tile, column = place(item)
-        expert = expert_ref[tile]
+        expert, live_rows = expert_ref[tile], rows_ref[tile]
 
         @pl.loop(0, chunks)
         def _chunk(chunk: jax.Array) -> None:
@@ -282,18 +332,20 @@ def _load_chunks(
             for i in range(tiling.warpgroups):
                 x_rows = pl.ds(tile * tiling.rows + i * blocks.ROWS, tiling.rows_each)
                 x_smem = scratch["x_smem"].at[slot, i, pl.ds(0, tiling.rows_each)]
-                plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready)
 
-    steps = items * chunks
+                def copy(x_rows: Any = x_rows, x_smem: Any = x_smem) -> None:
+                    plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready)
 
-    @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
-    def _drain(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
+                if i == 0:
+                    copy()
+                else:
+                    lax.cond(live_rows > i * blocks.ROWS, copy, functools.partial(plgpu.barrier_arrive, ready))
 
 
 def _multiply(
     chunks: int,
     out_ref: Ref,
+    rows_ref: Ref,
     items: jax.Array,
     place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     add_bias: Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]],
@@ -304,15 +356,16 @@ def _multiply(
 ) -> None:
     out_smem = scratch["out_smem"].at[warpgroup]
 
-    @pl.loop(0, items)
-    def _item(item: jax.Array) -> None:
+    def slot_of(item: jax.Array, chunk: jax.Array | int) -> jax.Array:
+        return lax.rem(item * chunks + chunk, tiling.stages)
+
+    def product(item: jax.Array) -> None:
         tile, column = place(item)
 
         def accumulate(*accumulators: Ref) -> tuple[jax.Array, ...]:
             @pl.loop(0, chunks)
             def _chunk(chunk: jax.Array) -> None:
-                step = item * chunks + chunk
-                slot = lax.rem(step, tiling.stages)
+                slot = slot_of(item, chunk)
                 plgpu.barrier_wait(scratch["ready"].at[slot])
                 for i, accumulator in enumerate(accumulators):
                     w_smem = scratch["w_smem"].at[slot, i]
@@ -321,13 +374,13 @@ def _multiply(
 
                 @pl.when(chunk > 0)
                 def _release() -> None:
-                    plgpu.barrier_arrive(scratch["free"].at[lax.rem(step - 1, tiling.stages)])
+                    plgpu.barrier_arrive(scratch["free"].at[slot_of(item, chunk - 1)])
 
             return tuple(accumulator[...] for accumulator in accumulators)
 
         accumulator = blocks.gpu.ACC((blocks.ROWS, tiling.columns), jnp.float32)
         products = pl.run_scoped(accumulate, *[accumulator] * tiling.weight_blocks)
-        plgpu.barrier_arrive(scratch["free"].at[lax.rem(item * chunks + chunks - 1, tiling.stages)])
+        plgpu.barrier_arrive(scratch["free"].at[slot_of(item, chunks - 1)])
         products = add_bias(products, item)
         results = products if activation is None else (activation(*products),)
         rows = pl.ds(tile * tiling.rows + warpgroup * blocks.ROWS, tiling.rows_each)
@@ -337,5 +390,22 @@ def _multiply(
             plgpu.commit_smem()
             columns = pl.ds(column + i * tiling.columns, tiling.columns)
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, tiling.rows_each)], out_ref.at[rows, columns])
+
+    def pass_by(item: jax.Array) -> None:
+        """For a warpgroup whose rows of the tile hold no token."""
+
+        @pl.loop(0, chunks)
+        def _chunk(chunk: jax.Array) -> None:
+            slot = slot_of(item, chunk)
+            plgpu.barrier_wait(scratch["ready"].at[slot])
+            plgpu.barrier_arrive(scratch["free"].at[slot])
+
+    @pl.loop(0, items)
+    def _item(item: jax.Array) -> None:
+        if tiling.warpgroups == 1:
+            product(item)
+        else:
+            is_live = rows_ref[place(item)[0]] > warpgroup * blocks.ROWS
+            lax.cond(is_live, product, pass_by, item)
 
     plgpu.wait_smem_to_gmem(0)
