@@ -23,7 +23,7 @@ time is that of reading the weights, once for each tile, and no expert without a
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,10 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
-from tokenspeed_jax.pallas_kernels.experts.dispatch import PlacedTiles, dispatch_mosaic
-from tokenspeed_jax.pallas_kernels.experts.tiles import tile_rows_for
+from tokenspeed_jax.pallas_kernels.experts.combination import combination_refusal, combine_mosaic
+from tokenspeed_jax.pallas_kernels.experts.dispatch import MAX_HIDDEN, MAX_TOP_K, PlacedTiles, dispatch_mosaic
+from tokenspeed_jax.pallas_kernels.experts.fetching import FirstReads, Following
+from tokenspeed_jax.pallas_kernels.experts.tiles import MOSAIC_COLUMNS, mosaic_tile_rows, tile_capacity
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
 
@@ -45,7 +47,6 @@ SHARED_BYTES = 226 * 1024  # of a multiprocessor, without what barriers take
 MAX_STAGES = 8
 REGISTERS = {2: 232, 3: 160}  # of a compute thread, by the number of compute warpgroups
 FETCHED_AHEAD = 6  # chunks of the following product's weights: 26 MB of the cache's 60
-COLUMN_BLOCKS = ((2, 128), (1, 192), (2, 64), (1, 64))  # of a plain product: weight blocks, columns of each
 
 Ref = Any
 
@@ -59,12 +60,14 @@ class ProductTiling:
         weight_blocks: products per item, each of its own columns of the weights.
         columns: of one weight block.
         stages: chunks of input channels in flight.
+        together: blocks that load a tile's rows once for all of them, each with its own columns.
     """
 
     rows: int
     weight_blocks: int
     columns: int
     stages: int
+    together: int = 1
 
     @classmethod
     def choose(cls, rows: int, outputs: int, *, gated: bool, tiles: int) -> "ProductTiling":
@@ -76,7 +79,7 @@ class ProductTiling:
         """
         fitting = [
             (count, columns)
-            for count, columns in COLUMN_BLOCKS
+            for count, columns in MOSAIC_COLUMNS
             if (not gated or count == 2) and outputs % (columns if gated else count * columns) == 0
         ]
 
@@ -99,16 +102,21 @@ class ProductTiling:
         """Rows of a tile that one warpgroup stores."""
         return min(self.rows, blocks.ROWS)
 
+    def first_reads(self, outputs: int, channels: int, *, gated: bool) -> FirstReads:
+        """Of a product with so many columns and input channels."""
+        width = self.columns * (1 if gated else self.weight_blocks)
+        second = outputs if gated else self.columns
+        starts = tuple(i * second for i in range(self.weight_blocks))
+        chunks = min(FETCHED_AHEAD, channels // CHUNK)
+        return FirstReads(MULTIPROCESSORS, outputs // width, width, starts, self.columns, chunks, CHUNK)
 
-class Following(NamedTuple):
-    """The product after this one."""
 
-    weights: Float[Array, "experts out channels"]
-    tiling: ProductTiling
-
-
-def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
-    """Why the kernel cannot serve these experts on any GPU; None when it can."""
+def mosaic_shape_refusal(*, hidden: int, inner: int, top_k: int, dtypes: set[str]) -> str | None:
+    """Why the kernels cannot serve these experts on any GPU; None when they can."""
+    if top_k > MAX_TOP_K:
+        return f"{top_k} experts per token are more than {MAX_TOP_K}"
+    if hidden > MAX_HIDDEN:
+        return f"hidden size {hidden} is above {MAX_HIDDEN}"
     if len(dtypes) > 1:
         return f"tokens and weights have different dtypes: {', '.join(sorted(dtypes))}"
     dtype = jnp.dtype(next(iter(dtypes)))
@@ -143,18 +151,21 @@ def _expert_mlp(
     expert_ids: Int[Array, "tokens top_k"],
     expert_weights: Float[Array, "tokens top_k"],
 ) -> Float[Array, "tokens hidden"]:
-    num_experts = weights.gate_up.shape[0]
-    rows = tile_rows_for(expert_ids.size, num_experts, headroom=2)  # a second tile would read the weights again
-    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
-    most = tiles.expert_of_tile.size
-    first = ProductTiling.choose(rows, weights.gate_up.shape[1] // 2, gated=True, tiles=most)
-    second = ProductTiling.choose(rows, weights.down.shape[1], gated=False, tiles=most)
-    following = Following(weights.down, second)
+    num_experts, hidden, width = weights.down.shape
+    rows = mosaic_tile_rows(expert_ids.size, num_experts)
+    most = tile_capacity(expert_ids.size, num_experts, rows)
+    first = ProductTiling.choose(rows, width, gated=True, tiles=most)
+    second = ProductTiling.choose(rows, hidden, gated=False, tiles=most)
+    before = Following(weights.gate_up, first.first_reads(width, hidden, gated=True))
+    between = Following(weights.down, second.first_reads(hidden, width, gated=False))
+    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, before, interpret=interpret)
     inner = grouped_product(
-        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, following, interpret=interpret
+        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, between, interpret=interpret
     )
     y = grouped_product(inner, weights.down, weights.down_bias, tiles, second, None, interpret=interpret)
-    return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
+    if combination_refusal(hidden):
+        return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
+    return combine_mosaic(y, tiles.slot_of_choice, expert_weights, interpret=interpret)
 
 
 def _forward(activation: GatedActivation, interpret: Any, *arguments: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -200,17 +211,27 @@ def grouped_product(
         "ready": plgpu.Barrier(num_arrivals=tiling.warpgroups + tiling.weight_blocks, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
     }
-    width = tiling.columns * (1 if gated else tiling.weight_blocks)
+    cluster: dict[str, Any] = {}
+    if tiling.together > 1:
+        cluster = {"cluster": (tiling.together,), "cluster_names": ("together",)}
+        scratch["free"] = plgpu.ClusterBarrier(
+            collective_axes=("together",), num_arrivals=tiling.warpgroups, num_barriers=tiling.stages
+        )
+    width = tiling.columns * (1 if gated else tiling.weight_blocks) * tiling.together
     items = tiles.expert_of_tile.size * (outputs // width)
     kernel = plgpu.kernel(
         functools.partial(
-            _block, tiling=tiling, activation=activation, has_bias=bias is not None,
-            following=None if following is None else following.tiling,
+            _block,
+            tiling=tiling,
+            activation=activation,
+            has_bias=bias is not None,
+            following=following and following.reads,
         ),
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
         scratch_types=scratch,
-        grid=(min(MULTIPROCESSORS, items),),
+        grid=(min(MULTIPROCESSORS // tiling.together, items),),
         grid_names=("block",),
+        **cluster,
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -232,7 +253,7 @@ def _block(
     tiling: ProductTiling,
     activation: GatedActivation | None,
     has_bias: bool,
-    following: ProductTiling | None,
+    following: FirstReads | None,
     **scratch: Ref,
 ) -> None:
     *optional, out_ref = optional_and_out_ref
@@ -240,13 +261,14 @@ def _block(
     block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
     width = tiling.columns * (tiling.weight_blocks if activation is None else 1)
-    column_blocks = out_ref.shape[1] // width
+    column_blocks = out_ref.shape[1] // (width * tiling.together)
+    own_column = lax.axis_index("together") * width if tiling.together > 1 else 0
     items = lax.div(live_ref[0] * column_blocks - block + (num_blocks - 1), num_blocks)
 
     def place(item: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tile and first output column."""
         number = block + item * num_blocks
-        return lax.div(number, column_blocks), lax.rem(number, column_blocks) * width
+        return lax.div(number, column_blocks), lax.rem(number, column_blocks) * (width * tiling.together) + own_column
 
     # Rows of the weights from an item's first weight block to its second.
     second = w_ref.shape[1] // 2 if activation is not None else tiling.columns
@@ -269,7 +291,9 @@ def _block(
     def _compute() -> None:
         if tiling.warpgroups > 1:
             plgpu.set_max_registers(REGISTERS[tiling.warpgroups], action="increase")
-        _multiply(x_ref.shape[1] // CHUNK, out_ref, rows_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
+        _multiply(
+            x_ref.shape[1] // CHUNK, out_ref, rows_ref, items, place, add_bias, warpgroup, tiling, activation, scratch
+        )
 
     @pl.when(warpgroup == tiling.warpgroups)
     def _load() -> None:
@@ -277,28 +301,18 @@ def _block(
             plgpu.set_max_registers(40 if tiling.warpgroups == 2 else 24, action="decrease")
         _load_chunks(x_ref, w_ref, expert_ref, rows_ref, items, place, second, tiling, scratch)
         if following is not None:
-            _fetch_ahead(optional[-1], expert_ref, live_ref, following)
+            number = block * tiling.together + (lax.axis_index("together") if tiling.together > 1 else 0)
+            tile = following.tile(number)
+
+            @pl.when(tile < live_ref[0])
+            def _fetch() -> None:
+                following.fetch(optional[-1], expert_ref[tile], number)
+
         steps = items * (x_ref.shape[1] // CHUNK)
 
         @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
         def _drain(step: jax.Array) -> None:
             plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
-
-
-def _fetch_ahead(w_ref: Ref, expert_ref: Ref, live_ref: Ref, tiling: ProductTiling) -> None:
-    """Asks the cache for the first chunks of weights that this block of the following kernel will read."""
-    block = lax.axis_index("block")
-    width = tiling.columns * tiling.weight_blocks
-    column_blocks = w_ref.shape[1] // width
-    tile, column = lax.div(block, column_blocks), lax.rem(block, column_blocks) * width
-
-    @pl.when(tile < live_ref[0])
-    def _fetch() -> None:
-        expert = expert_ref[tile]
-        for chunk in range(min(FETCHED_AHEAD, w_ref.shape[2] // CHUNK)):
-            for i in range(tiling.weight_blocks):
-                rows = pl.ds(column + i * tiling.columns, tiling.columns)
-                plgpu.async_prefetch(w_ref.at[expert, rows, pl.ds(chunk * CHUNK, CHUNK)])
 
 
 def _load_chunks(
@@ -334,7 +348,8 @@ def _load_chunks(
                 x_smem = scratch["x_smem"].at[slot, i, pl.ds(0, tiling.rows_each)]
 
                 def copy(x_rows: Any = x_rows, x_smem: Any = x_smem) -> None:
-                    plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready)
+                    collective = "together" if tiling.together > 1 else None
+                    plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready, collective_axes=collective)
 
                 if i == 0:
                     copy()

@@ -5,6 +5,9 @@
     logits[64 tokens, experts] -- TMA --> smem --> registers, a token's row in four threads
     top_k times: highest logit of each row, its lowest index; that logit becomes -inf
     ids, weights <-- registers
+
+A row's ids are those of `jax.lax.top_k`, ties going to the lower index. A row with a NaN gets ids of experts that
+exist, and no other row notices.
 """
 
 import functools
@@ -20,16 +23,30 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 
 ROWS = 64
+MAX_EXPERTS = 256  # 128 registers of a thread
 MATRIX = plgpu.Layout.WGMMA
 LOG2_E = blocks.LOG2_E
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 Ref = Any
+
+
+def selection_refusal(num_experts: int) -> str | None:
+    """Why the kernel cannot select among so many experts on any GPU; None when it can."""
+    if num_experts % 8 or num_experts > MAX_EXPERTS:
+        return f"{num_experts} experts are no multiple of 8 up to {MAX_EXPERTS}"
+    return None
 
 
 def select_mosaic(
     logits: Float[Array, "tokens experts"], top_k: int, *, over_all: bool, renormalize: bool, interpret: Any = None
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
-    """The highest logits' indices and their softmax, over all experts or over the selected ones."""
+    """The highest logits' indices and their softmax in float32.
+
+    Args:
+        over_all: the softmax is over all experts, otherwise over the selected ones.
+        renormalize: the weights of a token are divided by their sum.
+    """
     tokens, experts = logits.shape
     rows = min(tokens, ROWS)
     num_blocks = -(-tokens // ROWS)
@@ -49,13 +66,23 @@ def select_mosaic(
 
 
 def _block(
-    logits_ref: Ref, ids_ref: Ref, weights_ref: Ref, *, rows: int, tokens: int, top_k: int, over_all: bool,
-    renormalize: bool, logits_smem: Ref, ready: Ref,
+    logits_ref: Ref,
+    ids_ref: Ref,
+    weights_ref: Ref,
+    *,
+    rows: int,
+    tokens: int,
+    top_k: int,
+    over_all: bool,
+    renormalize: bool,
+    logits_smem: Ref,
+    ready: Ref,
 ) -> None:
     start = jnp.minimum(lax.axis_index("block") * ROWS, tokens - rows)
     plgpu.copy_gmem_to_smem(logits_ref.at[pl.ds(start, rows)], logits_smem.at[pl.ds(0, rows)], ready)
     plgpu.barrier_wait(ready)
     left = blocks.gpu.load(logits_smem, layout=MATRIX, optimized=False)
+    left = jnp.where(left < LOWEST, LOWEST, left)  # so that only what was selected is at -inf
     shape = left.shape
     last = shape[1] - 1
     expert = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
