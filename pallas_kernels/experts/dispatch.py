@@ -1,13 +1,12 @@
 """Tokens to their experts' slots, for Hopper GPUs, written with Mosaic GPU: places all choices and copies their rows.
 
-    grid: a block (one warpgroup) for each 64 choices, one for the table of tiles, the rest for the first weights
+    grid: a block (one warpgroup) for each 64 choices, and one for the table of tiles
 
     expert ids of the choices before  ------->  slot = tile_rows * tiles of lower experts + choices of the same expert
     choices per expert (all)  --------------->       |
     x[the block's tokens] -- TMA --> smem -- TMA --> x_slots[slot], once a choice
                                                  +--> slot_of_choice
     choices per expert  -->  (table)    expert_of_tile, rows_of_tile, num_live
-    weights of the first tiles  -->  (the rest)  the cache, which idles meanwhile
 
 Counting is comparing: 64 choices or experts stand in the rows of a register matrix, what they are compared with in its
 columns, and a row's sum is a rank or a count. Nothing is sorted, and a slot depends on the choices before it alone. Up
@@ -27,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
-from tokenspeed_jax.pallas_kernels.experts.fetching import FirstReads, Following
 from tokenspeed_jax.pallas_kernels.experts.tiles import tile_capacity
 
 SIDE = 64  # rows and columns of a register matrix
@@ -113,7 +111,6 @@ def dispatch_mosaic(
     expert_ids: Int[Array, "tokens top_k"],
     num_experts: int,
     tile_rows: int,
-    following: Following | None = None,
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "slots hidden"], PlacedTiles]:
@@ -121,7 +118,6 @@ def dispatch_mosaic(
 
     Args:
         expert_ids: at most 64 per token.
-        following: the product of the slots, whose first weights are fetched into the cache meanwhile.
     """
     tokens, top_k = expert_ids.shape
     hidden = x.shape[1]
@@ -133,11 +129,10 @@ def dispatch_mosaic(
     if counts and not plan.sums_itself:
         before = jnp.cumsum(counts[0], axis=0)
         counts = (jnp.concatenate([jnp.zeros_like(before[:1]), before]),)
-    fetching = 0 if following is None else min(following.reads.num_blocks, num_experts * following.reads.column_blocks)
     num_tiles = tile_capacity(tokens * top_k, num_experts, tile_rows)
     table = -(-num_tiles // SIDE) * SIDE
     kernel = plgpu.kernel(
-        functools.partial(_block, plan=plan, has_counts=bool(counts), reads=following and following.reads),
+        functools.partial(_block, plan=plan),
         out_type=[
             jax.ShapeDtypeStruct((num_tiles * tile_rows, hidden // LANES, LANES), x.dtype),
             jax.ShapeDtypeStruct((flat.size,), jnp.int32),
@@ -153,7 +148,7 @@ def dispatch_mosaic(
             "ends_smem": plgpu.SMEM((plan.experts,), jnp.int32),
             "ready": plgpu.Barrier(num_barriers=2),
         },
-        grid=(plan.num_blocks + 1 + fetching,),
+        grid=(plan.num_blocks + 1,),
         grid_names=("block",),
         interpret=interpret,
         kernel_name="experts_dispatch",
@@ -163,7 +158,6 @@ def dispatch_mosaic(
         flat,
         flat.reshape(-1, SIDE),
         *counts,
-        *([] if following is None else [following.weights]),
     )
     slot_of_choice = slots[: tokens * top_k].reshape(tokens, top_k)
     tiles = PlacedTiles(expert_of_tile, rows_of_tile, slot_of_choice, live)
@@ -264,15 +258,6 @@ class _Counts:
             total = count if total is None else total + count
         return total
 
-    def is_chosen(self, expert: jax.Array) -> jax.Array:
-        """Whether any choice goes to this one."""
-        if self._ref is None:
-            self.count(lax.div(expert, SIDE) * SIDE)
-            plgpu.commit_smem()
-            return self._smem[expert] > 0
-        rows = range(self._plan.groups) if self._plan.sums_itself else [self._plan.groups]
-        return functools.reduce(lambda a, b: a + b, [self._ref[i, expert] for i in rows]) > 0
-
     def _group(self, group: Any, expert: Any) -> jax.Array:
         return _load(self._ref.at[group, pl.ds(expert, SIDE)], COLUMN)
 
@@ -283,8 +268,6 @@ def _block(
     id_rows_ref: Ref,
     *rest: Ref,
     plan: _Plan,
-    has_counts: bool,
-    reads: FirstReads | None,
     x_smem: Ref,
     ids_smem: Ref,
     slots_smem: Ref,
@@ -292,8 +275,8 @@ def _block(
     ends_smem: Ref,
     ready: Ref,
 ) -> None:
-    *inputs, x_slots_ref, slots_ref, expert_ref, rows_ref, live_ref = rest
-    counts = _Counts(plan, inputs[0] if has_counts else None, ids_smem, counts_smem)
+    *counts_refs, x_slots_ref, slots_ref, expert_ref, rows_ref, live_ref = rest
+    counts = _Counts(plan, counts_refs[0] if counts_refs else None, ids_smem, counts_smem)
     block = lax.axis_index("block")
     group = jnp.minimum(lax.div(block, plan.group_blocks), plan.groups - 1)
     window = _window(group, plan)
@@ -332,21 +315,10 @@ def _block(
 
     @pl.when(block == plan.num_blocks)
     def _table() -> None:
-        if not has_counts:
+        if not counts_refs:
             copy_ids()
             count_all()
         _make_table(counts, expert_ref, rows_ref, live_ref, ends_smem, plan)
-
-    if reads is not None:
-
-        @pl.when(block > plan.num_blocks)
-        def _fetch() -> None:
-            number = block - (plan.num_blocks + 1)
-            expert = reads.tile(number)  # a guess: that of all lower experts each is chosen, once or more
-            if not has_counts:
-                copy_ids()
-            is_chosen = counts.is_chosen(expert)
-            pl.when(is_chosen)(functools.partial(reads.fetch, inputs[-1], expert, number))
 
 
 def _slots(

@@ -2,8 +2,8 @@
 
     grid: one persistent block per multiprocessor; its items are (tile, block of output columns), columns fastest
 
-    loader warpgroup                 shared memory                       compute warpgroups (1, or 2 of 64 rows)
-    ----------------                 -------------                       ---------------------------------------
+    loader warpgroup                 shared memory                       compute warpgroups (1 to 3, 64 rows each)
+    ----------------                 -------------                       -----------------------------------------
     expert <- expert_of_tile
     waits free[slot] (all)
     x[tile rows, chunk] -- TMA ----> x[slot] [64 a warpgroup, 64] ---->  waits ready[slot]
@@ -14,10 +14,11 @@
                                      out ------------- TMA ----------->  result[tile rows, columns]
 
 The first product's two weight blocks are the same columns of gate and up, so that the activation needs no other block
-and its inputs never leave the registers; the second product's are neighbours. XLA sorts the tokens into tiles before
-(`tiles.py`) and sums each token's choices after. A tile has room for twice an even load, from 8 to 128 rows: the
-matrix units take 64 in any case, and what they compute of rows that no copy filled is not stored. With few tokens the
-time is that of reading the weights, once for each tile, and no expert without a tile is read.
+and its inputs never leave the registers; the second product's are neighbours. One kernel copies the tokens into tiles
+before (`dispatch.py`), one sums each token's choices after (`combination.py`). A tile has from 8 to 192 rows: the
+matrix units take 64 in any case, and what they compute of rows that no copy filled is not stored. A warpgroup whose 64
+rows hold no token passes the item by. With few tokens the time is that of reading the weights, once for each tile, and
+no expert without a tile is read.
 """
 
 import dataclasses
@@ -36,7 +37,6 @@ from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
 from tokenspeed_jax.pallas_kernels.experts.combination import combination_refusal, combine_mosaic
 from tokenspeed_jax.pallas_kernels.experts.dispatch import MAX_HIDDEN, MAX_TOP_K, PlacedTiles, dispatch_mosaic
-from tokenspeed_jax.pallas_kernels.experts.fetching import FirstReads, Following
 from tokenspeed_jax.pallas_kernels.experts.tiles import MOSAIC_COLUMNS, mosaic_tile_rows, tile_capacity
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
@@ -45,8 +45,8 @@ CHUNK = 64  # input channels per stage: one 128-byte swizzle of 16-bit values
 MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the number of blocks depends on it
 SHARED_BYTES = 226 * 1024  # of a multiprocessor, without what barriers take
 MAX_STAGES = 8
-REGISTERS = {2: 232, 3: 160}  # of a compute thread, by the number of compute warpgroups
-FETCHED_AHEAD = 6  # chunks of the following product's weights: 26 MB of the cache's 60
+# Registers of a compute thread and of a loading one, by the number of compute warpgroups.
+REGISTERS = {2: (232, 40), 3: (160, 24)}
 
 Ref = Any
 
@@ -60,14 +60,12 @@ class ProductTiling:
         weight_blocks: products per item, each of its own columns of the weights.
         columns: of one weight block.
         stages: chunks of input channels in flight.
-        together: blocks that load a tile's rows once for all of them, each with its own columns.
     """
 
     rows: int
     weight_blocks: int
     columns: int
     stages: int
-    together: int = 1
 
     @classmethod
     def choose(cls, rows: int, outputs: int, *, gated: bool, tiles: int) -> "ProductTiling":
@@ -101,14 +99,6 @@ class ProductTiling:
     def rows_each(self) -> int:
         """Rows of a tile that one warpgroup stores."""
         return min(self.rows, blocks.ROWS)
-
-    def first_reads(self, outputs: int, channels: int, *, gated: bool) -> FirstReads:
-        """Of a product with so many columns and input channels."""
-        width = self.columns * (1 if gated else self.weight_blocks)
-        second = outputs if gated else self.columns
-        starts = tuple(i * second for i in range(self.weight_blocks))
-        chunks = min(FETCHED_AHEAD, channels // CHUNK)
-        return FirstReads(MULTIPROCESSORS, outputs // width, width, starts, self.columns, chunks, CHUNK)
 
 
 def mosaic_shape_refusal(*, hidden: int, inner: int, top_k: int, dtypes: set[str]) -> str | None:
@@ -156,11 +146,9 @@ def _expert_mlp(
     most = tile_capacity(expert_ids.size, num_experts, rows)
     first = ProductTiling.choose(rows, width, gated=True, tiles=most)
     second = ProductTiling.choose(rows, hidden, gated=False, tiles=most)
-    before = Following(weights.gate_up, first.first_reads(width, hidden, gated=True))
-    between = Following(weights.down, second.first_reads(hidden, width, gated=False))
-    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, before, interpret=interpret)
+    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
     inner = grouped_product(
-        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, between, interpret=interpret
+        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, interpret=interpret
     )
     y = grouped_product(inner, weights.down, weights.down_bias, tiles, second, None, interpret=interpret)
     if combination_refusal(hidden):
@@ -191,16 +179,12 @@ def grouped_product(
     tiles: PlacedTiles,
     tiling: ProductTiling,
     activation: GatedActivation | None,
-    following: Following | None = None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "slots columns"]:
     """Each tile's rows times its expert's weights, plus its bias; rows that hold no token stay undefined.
 
     With an activation the first half of `out` are gates, the second ups, and `columns` is half of `out`.
-
-    Args:
-        following: the product after this one, whose first weights the blocks fetch into the cache when they are done.
     """
     gated = activation is not None
     outputs = weights.shape[1] // 2 if gated else weights.shape[1]
@@ -211,36 +195,22 @@ def grouped_product(
         "ready": plgpu.Barrier(num_arrivals=tiling.warpgroups + tiling.weight_blocks, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
     }
-    cluster: dict[str, Any] = {}
-    if tiling.together > 1:
-        cluster = {"cluster": (tiling.together,), "cluster_names": ("together",)}
-        scratch["free"] = plgpu.ClusterBarrier(
-            collective_axes=("together",), num_arrivals=tiling.warpgroups, num_barriers=tiling.stages
-        )
-    width = tiling.columns * (1 if gated else tiling.weight_blocks) * tiling.together
+    width = tiling.columns * (1 if gated else tiling.weight_blocks)
     items = tiles.expert_of_tile.size * (outputs // width)
     kernel = plgpu.kernel(
-        functools.partial(
-            _block,
-            tiling=tiling,
-            activation=activation,
-            has_bias=bias is not None,
-            following=following and following.reads,
-        ),
+        functools.partial(_block, tiling=tiling, activation=activation),
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
         scratch_types=scratch,
-        grid=(min(MULTIPROCESSORS // tiling.together, items),),
+        grid=(min(MULTIPROCESSORS, items),),
         grid_names=("block",),
-        **cluster,
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="experts_gate_up" if gated else "experts_down",
     )
-    optional = [] if bias is None else [bias]
-    optional += [] if following is None else [following.weights]
-    return kernel(x, weights, tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_live, *optional)
+    biases = () if bias is None else (bias,)
+    return kernel(x, weights, tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_live, *biases)
 
 
 def _block(
@@ -249,26 +219,22 @@ def _block(
     expert_ref: Ref,
     rows_ref: Ref,
     live_ref: Ref,
-    *optional_and_out_ref: Ref,
+    *bias_and_out_ref: Ref,
     tiling: ProductTiling,
     activation: GatedActivation | None,
-    has_bias: bool,
-    following: FirstReads | None,
     **scratch: Ref,
 ) -> None:
-    *optional, out_ref = optional_and_out_ref
-    bias_refs = optional[:1] if has_bias else []
+    *bias_refs, out_ref = bias_and_out_ref
     block, num_blocks = lax.axis_index("block"), lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
     width = tiling.columns * (tiling.weight_blocks if activation is None else 1)
-    column_blocks = out_ref.shape[1] // (width * tiling.together)
-    own_column = lax.axis_index("together") * width if tiling.together > 1 else 0
+    column_blocks = out_ref.shape[1] // width
     items = lax.div(live_ref[0] * column_blocks - block + (num_blocks - 1), num_blocks)
 
     def place(item: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tile and first output column."""
         number = block + item * num_blocks
-        return lax.div(number, column_blocks), lax.rem(number, column_blocks) * (width * tiling.together) + own_column
+        return lax.div(number, column_blocks), lax.rem(number, column_blocks) * width
 
     # Rows of the weights from an item's first weight block to its second.
     second = w_ref.shape[1] // 2 if activation is not None else tiling.columns
@@ -290,7 +256,7 @@ def _block(
     @pl.when(warpgroup < tiling.warpgroups)
     def _compute() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(REGISTERS[tiling.warpgroups], action="increase")
+            plgpu.set_max_registers(REGISTERS[tiling.warpgroups][0], action="increase")
         _multiply(
             x_ref.shape[1] // CHUNK, out_ref, rows_ref, items, place, add_bias, warpgroup, tiling, activation, scratch
         )
@@ -298,21 +264,8 @@ def _block(
     @pl.when(warpgroup == tiling.warpgroups)
     def _load() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(40 if tiling.warpgroups == 2 else 24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[tiling.warpgroups][1], action="decrease")
         _load_chunks(x_ref, w_ref, expert_ref, rows_ref, items, place, second, tiling, scratch)
-        if following is not None:
-            number = block * tiling.together + (lax.axis_index("together") if tiling.together > 1 else 0)
-            tile = following.tile(number)
-
-            @pl.when(tile < live_ref[0])
-            def _fetch() -> None:
-                following.fetch(optional[-1], expert_ref[tile], number)
-
-        steps = items * (x_ref.shape[1] // CHUNK)
-
-        @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
-        def _drain(step: jax.Array) -> None:
-            plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
 
 
 def _load_chunks(
@@ -346,15 +299,17 @@ def _load_chunks(
             for i in range(tiling.warpgroups):
                 x_rows = pl.ds(tile * tiling.rows + i * blocks.ROWS, tiling.rows_each)
                 x_smem = scratch["x_smem"].at[slot, i, pl.ds(0, tiling.rows_each)]
-
-                def copy(x_rows: Any = x_rows, x_smem: Any = x_smem) -> None:
-                    collective = "together" if tiling.together > 1 else None
-                    plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready, collective_axes=collective)
-
+                copy = functools.partial(plgpu.copy_gmem_to_smem, x_ref.at[x_rows, channels], x_smem, ready)
                 if i == 0:
                     copy()
                 else:
                     lax.cond(live_rows > i * blocks.ROWS, copy, functools.partial(plgpu.barrier_arrive, ready))
+
+    steps = items * chunks
+
+    @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
+    def _drain(step: jax.Array) -> None:
+        plgpu.barrier_wait(scratch["free"].at[lax.rem(step, tiling.stages)])
 
 
 def _multiply(
