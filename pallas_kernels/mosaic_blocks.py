@@ -141,10 +141,10 @@ def outputs(state: RowState) -> tuple[jax.Array, ...]:
 
 
 def log_weights(state: RowState) -> jax.Array:
-    """log2 of each row's sum of exp2(score); `MASKED` for rows that took no block."""
+    """log2 of each row's sum of exp2(score); `MASKED` for rows that took no block, finite for any sink."""
     taken = state.weight > 0
     weight = jnp.where(taken, state.weight, 1.0)
-    return jnp.where(taken, state.top + jnp.log(weight) * LOG2_E, MASKED)
+    return jnp.minimum(jnp.where(taken, state.top + jnp.log(weight) * LOG2_E, MASKED), -MASKED)
 
 
 def visible_columns(scores: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import pytest
 from tokenspeed_jax.pallas_kernels import decode_attention as decode_op
 from tokenspeed_jax.pallas_kernels import prefill_attention as prefill_op
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
-from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import DecodeTiling, decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.decode_attention.pieces import DecodeTiling
 from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
 from tokenspeed_jax.pallas_kernels.problems import PagedProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
@@ -26,8 +27,8 @@ RULES = {
     "sinks": {"with_sinks": True},
     "window_and_sinks": {"sliding_window": 128, "with_sinks": True},
 }
-# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, gpt-oss, multi-query, and a group that fills the matrix rows.
-GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (64, 8, 64), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
+# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, gpt-oss, multi-query, groups that fill the matrix rows.
+GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (64, 8, 64), (12, 1, 128), (64, 1, 64), (63, 1, 64), (16, 8, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +89,15 @@ def test_decode_equals_the_reference(geometry, rule):
     np.testing.assert_array_equal(np.asarray(out[0], np.float32), 0.0)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 70])
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2, 7, 70])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_decode_is_right_for_any_number_of_splits(splits, dtype):
+def test_decode_is_right_for_any_number_of_pieces(pieces, pairs, dtype):
     problem = problem_for((32, 8, 128), [(1, length) for length in DECODE_LENS], {}, columns=70, dtype=dtype)
     for rule in ({}, {"with_sinks": True}):
         sinks = options_of(problem, rule)["sinks"]
         out = decode_attention_mosaic(
-            *problem.decode_arguments(), ScoreRule(0.1), sinks, tiling=DecodeTiling(splits, 2)
+            *problem.decode_arguments(), ScoreRule(0.1), sinks, tiling=DecodeTiling(pieces, 1, 5, 2, pairs)
         )
         assert_close(out, decode(problem, "reference", rule))
 
