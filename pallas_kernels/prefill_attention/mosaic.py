@@ -1,11 +1,9 @@
 """Prefill attention for Hopper GPUs, written with Mosaic GPU: tiles of 128 queries over the pages of their row.
 
-    grid: (query tile, KV head); one block = three warpgroups = one multiprocessor; it serves the query heads of its
-    KV head one after the other, and the loader is a head ahead of the products
+    grid: (query tile, head), tiles that see most keys first; one block = three warpgroups = one multiprocessor
 
     loader warpgroup                 shared memory                       compute warpgroups 0 and 1
     ----------------                 -------------                       --------------------------
-    waits q_free (both)
     q[tokens, head] ----- TMA -----> q [2, 64, D] ------------------->   waits q_ready
     page ids <- page_table
     waits k_free[slot] (both)
@@ -61,7 +59,11 @@ ALIGNMENT = 8
 # Each chunk of the stage is 64 columns wide, one 128-byte line per row: Mosaic may swizzle it, and a line's place in
 # the swizzle pattern is then its row, wherever a copy of some of the rows begins.
 STAGE_CHUNKS = 2
-C1, C2, C3 = 0.69328292, 0.24221075, 0.05500874
+COMPUTE_WARPGROUPS = 2
+TILE = COMPUTE_WARPGROUPS * ROWS
+# Registers of a thread. A block has 168 for each of its 384 threads, and what one side gets the other must give up,
+# also where it has nothing to load: the side that asks for more waits until then.
+COMPUTE_REGISTERS, LOADER_REGISTERS = 240, 24
 SUM_LANES = 8  # columns of the running sums: one value per thread and row, shuffled together only at the end
 
 # Not all public names of this module are declared to type checkers.
@@ -77,39 +79,20 @@ class PrefillTiling:
     Attributes:
         block_pages: pages in one block of keys.
         stages: blocks of keys in flight.
-        heads: query heads that a block serves one after the other; divides the heads of a KV head.
-        warpgroups: compute warpgroups of a block, each with 64 rows of the tile.
-        turns: whether they take turns in issuing products.
     """
 
     block_pages: int
     stages: int
-    heads: int = 1
-    warpgroups: int = 2
-    turns: bool = True
-    fast: int = 0
-    outer: bool = False
 
     @property
     def keys(self) -> int:
         """Keys in one block."""
         return self.block_pages * PAGE
 
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return self.warpgroups * ROWS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a compute thread and of a loading one; 504 or 512 of the four or five hundred a block has."""
-        return {2: (240, 24), 3: (160, 24)}[self.warpgroups]
-
     @classmethod
-    def choose(cls, head_dim: int, groups: int) -> "PrefillTiling":
+    def choose(cls, head_dim: int) -> "PrefillTiling":
         """The largest blocks that fit registers and shared memory."""
-        block_pages, stages = {64: (2, 3), 128: (2, 2), 256: (1, 2)}[head_dim]
-        return cls(block_pages, stages, groups)
+        return cls(*{64: (2, 3), 128: (2, 2), 256: (1, 2)}[head_dim])
 
 
 class Tile(NamedTuple):
@@ -120,7 +103,7 @@ class Tile(NamedTuple):
         base: the first row that the product takes, of `q[:, head]` or, packed, of all heads of all tokens.
         skip: rows of the product before the first that belongs to the tile.
         used: rows of the product that belong to the tile.
-        heads: query heads to serve, one after the other, from `head` on.
+        live: whether the block has work: of a packed tile all is done by the block of the group's first head.
     """
 
     row: jax.Array
@@ -135,7 +118,7 @@ class Tile(NamedTuple):
     base: jax.Array
     skip: jax.Array
     used: jax.Array
-    heads: jax.Array
+    live: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,19 +171,19 @@ def prefill_attention_mosaic(
         return out[:num_tokens]
     kv_heads = k.page_shape[1]
     groups = heads // kv_heads
-    tiling = PrefillTiling.choose(dim, groups) if tiling is None else tiling
+    tiling = PrefillTiling.choose(dim) if tiling is None else tiling
     call = Call(rule, tiling, groups, heads, dim, (k.first_row, v.first_row), interpret is not None)
     ends = jnp.full((1,), num_tokens, query_starts.dtype)
     tiles = QueryTiles.cut(
-        jnp.concatenate([query_starts, ends]), jnp.pad(kv_lens, (0, 1)), num_tokens, tiling.rows, ALIGNMENT
+        jnp.concatenate([query_starts, ends]), jnp.pad(kv_lens, (0, 1)), num_tokens, TILE, ALIGNMENT
     ).longest_first()
     kernel = plgpu.kernel(
         functools.partial(_block, call=call),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=_scratch(call, q.dtype),
-        grid=(tiles.row.shape[0] * (heads // tiling.heads),),
+        grid=(tiles.row.shape[0] * heads,),
         grid_names=("block",),
-        num_threads=tiling.warpgroups + 1,
+        num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -214,7 +197,7 @@ def prefill_attention_mosaic(
 
 def _scratch(call: Call, dtype: jnp.dtype) -> dict[str, Any]:
     tiling, dim = call.tiling, call.dim
-    halves = tiling.warpgroups
+    halves = COMPUTE_WARPGROUPS
     ready = functools.partial(plgpu.Barrier, num_arrivals=tiling.block_pages, num_barriers=tiling.stages)
     free = functools.partial(plgpu.Barrier, num_arrivals=halves, num_barriers=tiling.stages)
     return {
@@ -223,7 +206,6 @@ def _scratch(call: Call, dtype: jnp.dtype) -> dict[str, Any]:
         "v_smem": blocks.swizzled(tiling.stages, tiling.keys, dim, dtype=dtype),
         "stage": plgpu.SMEM((halves, min(dim // CHUNK, STAGE_CHUNKS), ROWS, CHUNK), dtype),
         "q_ready": plgpu.Barrier(num_barriers=halves),
-        "q_free": plgpu.Barrier(num_arrivals=halves),
         "k_ready": ready(),
         "v_ready": ready(),
         "k_free": free(),
@@ -236,13 +218,7 @@ def _tile(
     table_ref: Ref, row_ref: Ref, start_ref: Ref, length_ref: Ref, position_ref: Ref, work: jax.Array, call: Call
 ) -> Tile:
     rule, tiling = call.rule, call.tiling
-    slices = call.heads // tiling.heads
-    index, head = lax.div(work, slices), lax.rem(work, slices) * tiling.heads
-    if tiling.outer:
-        per = call.groups // tiling.heads
-        tiles = row_ref.shape[0]
-        index = lax.div(lax.rem(work, per * tiles), per)
-        head = lax.div(work, per * tiles) * call.groups + lax.rem(work, per) * tiling.heads
+    index, head = lax.div(work, call.heads), lax.rem(work, call.heads)
     start, length, position = start_ref[index], length_ref[index], position_ref[index]
     kv_head = lax.div(head, call.groups)
     first_block = 0
@@ -254,8 +230,6 @@ def _tile(
     packed = (length == 1) & call.packs
     first = jnp.where(packed, start * call.heads + kv_head * call.groups, start)
     skip = lax.rem(first, ALIGNMENT)
-    # The first of the slices of a KV head's query heads serves a packed tile.
-    served = jnp.where(packed, (head == kv_head * call.groups).astype(jnp.int32), tiling.heads)
     return Tile(
         row,
         start,
@@ -269,7 +243,7 @@ def _tile(
         first - skip,
         skip,
         jnp.where(packed, call.groups, length),
-        jnp.where(length > 0, served, 0),
+        (length > 0) & (jnp.logical_not(packed) | (head == kv_head * call.groups)),
     )
 
 
@@ -289,64 +263,52 @@ def _block(
 ) -> None:
     tile = _tile(table_ref, row_ref, start_ref, length_ref, position_ref, lax.axis_index("block"), call)
     *sinks_ref, out_ref = sinks_and_out
-    compute_registers, loader_registers = call.tiling.registers
 
-    @pl.when(tile.heads > 0)
+    @pl.when(tile.live)
     def _work() -> None:
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < call.tiling.warpgroups)
+        @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def _compute() -> None:
-            plgpu.set_max_registers(compute_registers, action="increase")
-            _open_turns(warpgroup, call, scratch)
-
-            @pl.loop(0, tile.heads)
-            def _head(nth: jax.Array) -> None:
-                _attend(out_ref, sinks_ref[0] if sinks_ref else None, tile, nth, warpgroup, call, scratch)
-
-            _close_turns(warpgroup, call, scratch)
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            _open_turns(warpgroup, scratch)
+            _attend(out_ref, sinks_ref[0] if sinks_ref else None, tile, warpgroup, call, scratch)
+            _close_turns(warpgroup, scratch)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when((warpgroup == call.tiling.warpgroups) & (tile.steps > 0))
+        @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def _load() -> None:
-            plgpu.set_max_registers(loader_registers, action="decrease")
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
-            @pl.loop(0, tile.heads)
-            def _head(nth: jax.Array) -> None:
-                _load_queries(q_ref, q_rows_ref, tile, nth, call, scratch)
-                _load_pages(k_ref, v_ref, table_ref, tile, nth, call, scratch)
+            @pl.when(tile.steps > 0)
+            def _tokens() -> None:
+                _load_queries(q_ref, q_rows_ref, tile, call, scratch)
+                _load_pages(k_ref, v_ref, table_ref, tile, call, scratch)
+                _drain(tile.steps, call, scratch)
 
-            _drain(tile.heads * tile.steps, call, scratch)
 
-
-def _open_turns(warpgroup: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
+def _open_turns(warpgroup: jax.Array, scratch: dict[str, Ref]) -> None:
     """The first turn is warpgroup 0's: the last warpgroup hands it over."""
-    if call.tiling.turns:
-        pl.when(warpgroup == call.tiling.warpgroups - 1)(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
+    pl.when(warpgroup == COMPUTE_WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(scratch["turn"].at[0]))
 
 
-def _take_turn(warpgroup: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
-    if call.tiling.turns:
-        plgpu.barrier_wait(scratch["turn"].at[warpgroup])
+def _take_turn(warpgroup: jax.Array, scratch: dict[str, Ref]) -> None:
+    plgpu.barrier_wait(scratch["turn"].at[warpgroup])
 
 
-def _pass_turn(warpgroup: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
-    if call.tiling.turns:
-        following = jnp.where(warpgroup == call.tiling.warpgroups - 1, 0, warpgroup + 1)
-        plgpu.barrier_arrive(scratch["turn"].at[following])
+def _pass_turn(warpgroup: jax.Array, scratch: dict[str, Ref]) -> None:
+    following = jnp.where(warpgroup == COMPUTE_WARPGROUPS - 1, 0, warpgroup + 1)
+    plgpu.barrier_arrive(scratch["turn"].at[following])
 
 
-def _close_turns(warpgroup: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
+def _close_turns(warpgroup: jax.Array, scratch: dict[str, Ref]) -> None:
     """No arrival may be left over when the block ends."""
-    if call.tiling.turns:
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(scratch["turn"].at[0]))
 
 
-def _load_queries(q_ref: Ref, q_rows_ref: Ref, tile: Tile, nth: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
-    pl.when(nth > 0)(lambda: plgpu.barrier_wait(scratch["q_free"]))
-
+def _load_queries(q_ref: Ref, q_rows_ref: Ref, tile: Tile, call: Call, scratch: dict[str, Ref]) -> None:
     def load(source: Ref) -> None:
-        for half in range(call.tiling.warpgroups):
+        for half in range(COMPUTE_WARPGROUPS):
             # Where 64 rows would run over the end the load starts early: `_attend` knows.
             begin = jnp.minimum(tile.base + half * ROWS, source.shape[0] - ROWS)
             rows = pl.ds(pl.multiple_of(begin, ALIGNMENT), ROWS)
@@ -354,14 +316,12 @@ def _load_queries(q_ref: Ref, q_rows_ref: Ref, tile: Tile, nth: jax.Array, call:
 
     if call.packs:
         pl.when(tile.packed)(lambda: load(q_rows_ref))
-        pl.when(jnp.logical_not(tile.packed))(lambda: load(q_ref.at[:, tile.head + nth]))
+        pl.when(jnp.logical_not(tile.packed))(lambda: load(q_ref.at[:, tile.head]))
     else:
-        load(q_ref.at[:, tile.head + nth])
+        load(q_ref.at[:, tile.head])
 
 
-def _load_pages(
-    k_ref: Ref, v_ref: Ref, table_ref: Ref, tile: Tile, nth: jax.Array, call: Call, scratch: dict[str, Ref]
-) -> None:
+def _load_pages(k_ref: Ref, v_ref: Ref, table_ref: Ref, tile: Tile, call: Call, scratch: dict[str, Ref]) -> None:
     tiling = call.tiling
     last_page = lax.div(tile.position + tile.length - 1, PAGE)
 
@@ -371,12 +331,11 @@ def _load_pages(
         return tuple(table_ref[tile.row, jnp.clip(column + i, 0, last_page)] for i in range(tiling.block_pages))
 
     def load(step: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        count = nth * tile.steps + step
-        slot = lax.rem(count, tiling.stages)
+        slot = lax.rem(step, tiling.stages)
         # The next ids are fetched before the waits, which hide their latency.
         following = page_ids(jnp.minimum(step + 1, tile.steps - 1))
         for name, ref, first_row in (("k", k_ref, call.first_rows[0]), ("v", v_ref, call.first_rows[1])):
-            pl.when(count >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch[f"{name}_free"].at[slot]))
+            pl.when(step >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch[f"{name}_free"].at[slot]))
             for i, page in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
                     ref.at[page + first_row, :, tile.kv_head],
@@ -388,28 +347,25 @@ def _load_pages(
     lax.fori_loop(0, tile.steps, load, page_ids(jnp.int32(0)))
 
 
-def _drain(loaded: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
+def _drain(steps: jax.Array, call: Call, scratch: dict[str, Ref]) -> None:
     """No arrival may be left over when the block ends."""
 
-    @pl.loop(jnp.maximum(loaded - call.tiling.stages, 0), loaded)
-    def _blocks(count: jax.Array) -> None:
-        slot = lax.rem(count, call.tiling.stages)
+    @pl.loop(jnp.maximum(steps - call.tiling.stages, 0), steps)
+    def _blocks(step: jax.Array) -> None:
+        slot = lax.rem(step, call.tiling.stages)
         plgpu.barrier_wait(scratch["k_free"].at[slot])
         plgpu.barrier_wait(scratch["v_free"].at[slot])
-
-    plgpu.barrier_wait(scratch["q_free"])
 
 
 def _attend(
     out_ref: Ref,
     sinks_ref: Ref | None,
     tile: Tile,
-    nth: jax.Array,
     half: jax.Array,
     call: Call,
     scratch: dict[str, Ref],
 ) -> None:
-    """The work of one compute warpgroup for the tile's `nth` head: 64 rows of the product."""
+    """The work of one compute warpgroup for its tile: 64 rows of the product."""
     rows = out_ref.shape[0] * jnp.where(tile.packed, call.heads, 1)
     begin = tile.base + half * ROWS
     # Rows of the product before `begin`, where its load had to start early.
@@ -420,7 +376,7 @@ def _attend(
     position = jnp.where(tile.packed, tile.position, tile.position - tile.skip + half * ROWS - early)
 
     def store(values: jax.Array) -> None:
-        _store(values, out_ref, tile, nth, early + first, begin + first, count, scratch)
+        _store(values, out_ref, tile, early + first, begin + first, count, scratch)
 
     @pl.when(tile.steps == 0)
     def _padding() -> None:
@@ -428,18 +384,18 @@ def _attend(
 
     @pl.when(tile.steps > 0)
     def _tokens() -> None:
-        state = _Attention(tile, nth, half, position, call, scratch).run()
+        state = _Attention(tile, half, position, call, scratch).run()
         weight = state.weight.sum(axis=1)
         if sinks_ref is not None:
-            sinks = _sinks(sinks_ref, tile, nth, early + tile.skip, call)
+            sinks = _sinks(sinks_ref, tile, early + tile.skip, call)
             weight = weight + jnp.exp2(sinks * blocks.LOG2_E - state.top)
         inverse = 1.0 / jnp.where(weight > 0, weight, 1.0)
         store(state.values * lax.broadcast_in_dim(inverse, state.values.shape, [0]))
 
 
-def _sinks(sinks_ref: Ref, tile: Tile, nth: jax.Array, first_row: jax.Array, call: Call) -> jax.Array:
+def _sinks(sinks_ref: Ref, tile: Tile, first_row: jax.Array, call: Call) -> jax.Array:
     """The sink of each row of the product; any value in the rows of none. A packed tile begins at `first_row`."""
-    own = sinks_ref[tile.head + nth].astype(jnp.float32)
+    own = sinks_ref[tile.head].astype(jnp.float32)
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     sinks = plgpu.layout_cast(lax.broadcast_in_dim(own, (ROWS,), []), row_layout)
     if not call.packs:
@@ -447,7 +403,7 @@ def _sinks(sinks_ref: Ref, tile: Tile, nth: jax.Array, first_row: jax.Array, cal
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=row_layout)
     for i in range(1, call.groups):
         # A tile of tokens takes the same sink in all its rows.
-        other = sinks_ref[jnp.where(tile.packed, tile.head + i, tile.head + nth)].astype(jnp.float32)
+        other = sinks_ref[jnp.where(tile.packed, tile.head + i, tile.head)].astype(jnp.float32)
         sinks = jnp.where(row == first_row + i, other, sinks)
     return sinks
 
@@ -470,14 +426,13 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """One warpgroup's loop over the keys of its tile, for one query head.
+    """One warpgroup's loop over the keys of its tile.
 
     Attributes:
         position: of row 0 of the product.
     """
 
     tile: Tile
-    nth: jax.Array
     half: jax.Array
     position: jax.Array
     call: Call
@@ -493,7 +448,6 @@ class _Attention:
             state = lax.fori_loop(1, low, functools.partial(self.next_block, masked=True), state)
         state = lax.fori_loop(low, high, functools.partial(self.next_block, masked=False), state)
         state = lax.fori_loop(high, tile.steps, functools.partial(self.next_block, masked=True), state)
-        plgpu.barrier_arrive(scratch["q_free"])
         slot = self.slot(tile.steps - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
         values = self.add_values(state.values, state.p, slot)
@@ -501,7 +455,7 @@ class _Attention:
         return state._replace(values=values)
 
     def slot(self, step: jax.Array) -> jax.Array:
-        return lax.rem(self.nth * self.tile.steps + step, self.call.tiling.stages)
+        return lax.rem(step, self.call.tiling.stages)
 
     def unmasked(self) -> tuple[jax.Array, jax.Array]:
         """The blocks [low, high), not the first, that all rows see in full."""
@@ -536,17 +490,7 @@ class _Attention:
             scores = self.mask(scores, step)
         peak = jnp.maximum(top, scores.max(axis=1) * factor)
         keep = jnp.exp2(top - peak)
-        x = scores * factor - lax.broadcast_in_dim(peak, scores.shape, [0])
-        n = self.call.tiling.fast
-        if n:
-            y = jnp.maximum(x[:, -n:], -127.0)
-            t = y + 12582912.0
-            r = y - (t - 12582912.0)
-            poly = 1.0 + r * (C1 + r * (C2 + r * C3))
-            bits = lax.bitcast_convert_type(t, jnp.int32) * (1 << 23) + lax.bitcast_convert_type(poly, jnp.int32)
-            p = jnp.concatenate([jnp.exp2(x[:, :-n]), lax.bitcast_convert_type(bits, jnp.float32)], axis=1)
-        else:
-            p = jnp.exp2(x)
+        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(peak, scores.shape, [0]))
         weight = weight * lax.broadcast_in_dim(keep, weight.shape, [0])
         for i in range(0, p.shape[1], SUM_LANES):
             weight = weight + p[:, i : i + SUM_LANES]
@@ -591,7 +535,7 @@ class _Attention:
         scratch = self.scratch
         before = self.slot(step - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[before])
-        _take_turn(self.half, self.call, scratch)
+        _take_turn(self.half, scratch)
         together = self.one_by_one if self.call.interpreted else self.overlapped
         values, p, keep, top, weight = together(step, state, masked=masked)
         plgpu.barrier_arrive(scratch["v_free"].at[before])
@@ -608,7 +552,7 @@ class _Attention:
         products = self.products(slot)
         values = self.add_values(state.values, state.p, self.slot(step - 1))
         self.await_keys(step + 1)
-        _pass_turn(self.half, self.call, self.scratch)
+        _pass_turn(self.half, self.scratch)
         self.keys_read(slot)
         return values, *self.softmax(products, state.top, state.weight, step, masked=masked)
 
@@ -624,7 +568,7 @@ class _Attention:
                 keys = scratch["k_smem"].at[slot].transpose((1, 0))
                 plgpu.wgmma(scores_acc, scratch["q_smem"].at[self.half], keys)
                 plgpu.wgmma(values_acc, state.p, scratch["v_smem"].at[before])
-                _pass_turn(self.half, self.call, scratch)
+                _pass_turn(self.half, scratch)
                 products = gpu.wgmma_accumulator_load(scores_acc, wait_n=1)
                 self.keys_read(slot)
                 return lax.optimization_barrier(self.softmax(products, state.top, state.weight, step, masked=masked))
@@ -643,7 +587,6 @@ def _store(
     values: jax.Array,
     out_ref: Ref,
     tile: Tile,
-    nth: jax.Array,
     row: jax.Array,
     token: jax.Array,
     count: jax.Array,
@@ -672,7 +615,7 @@ def _store(
 
             @pl.when((tokens & piece) != 0)
             def _tokens(done: jax.Array = done, piece: int = piece, copy: Callable[..., None] = copy) -> None:
-                copy(pl.ds(row + done, piece), pl.ds(token + done, piece), tile.head + nth)
+                copy(pl.ds(row + done, piece), pl.ds(token + done, piece), tile.head)
 
             done += tokens & piece
             piece //= 2
