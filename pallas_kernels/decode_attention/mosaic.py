@@ -1,7 +1,7 @@
 """Decode attention for Hopper GPUs, written with Mosaic GPU: pieces of rows over pages, one TMA per page and KV head.
 
-    grid: (block,), one block per multiprocessor, of one or two pairs of warpgroups that know nothing of each other;
-    each pair walks the list of (piece of a row, KV head), see `pieces.py`
+    grid: (block,), one block per multiprocessor (with head dim 64 several), of one or two pairs of warpgroups that know
+    nothing of each other; each pair walks the list of (piece of a row, KV head), see `pieces.py`
 
     loader warpgroup                 shared memory                       compute warpgroup
     ----------------                 -------------                       -----------------
@@ -42,13 +42,7 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.decode_attention.merge import merge_pieces, partial_shape
-from tokenspeed_jax.pallas_kernels.decode_attention.pieces import (
-    MULTIPROCESSORS,
-    PAGE,
-    DecodeTiling,
-    RowCut,
-    piece_order,
-)
+from tokenspeed_jax.pallas_kernels.decode_attention.pieces import PAGE, DecodeTiling, RowCut, piece_order
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -112,7 +106,7 @@ def decode_attention_mosaic(
         ),
         out_type=out_type,
         scratch_types=_scratch(dim, tiling, q.dtype, out_type.dtype),
-        grid=(min(MULTIPROCESSORS, batch * tiling.most_pieces * kv_heads),),
+        grid=(min(tiling.blocks, batch * tiling.most_pieces * kv_heads),),
         grid_names=("block",),
         num_threads=2 * tiling.pairs,
         thread_name="warpgroup",
@@ -191,8 +185,11 @@ class _Walk:
 
     def run(self, body: Callable[[_Piece, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Calls `body(piece, pages before it)`, which returns the pages after it; returns all pieces and pages."""
-        grid = lax.axis_size("block")
-        begin, stride = self.pair * grid + lax.axis_index("block"), self.tiling.pairs * grid
+        items, pairs = self.rows * self.tiling.most_pieces * self.kv_heads, self.tiling.pairs
+        grid, block = min(self.tiling.blocks, items), lax.axis_index("block")
+        stride = pairs * grid
+        # The pairs of a block take neighbouring heads of a piece, or none has two while another block has nothing.
+        begin = block * pairs + self.pair if items >= stride else self.pair * grid + block
 
         def take(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             number, slot, pages = state

@@ -6,7 +6,9 @@ and on shapes alone, never on the lengths beside it; so does every bit of its re
     few rows     each row into enough pieces to fill the GPU
     many rows    a row is one piece up to `piece_pages`, so a long row beside short ones keeps nobody waiting
 
-Every pair of warpgroups walks the list of pieces, longest first, in strides of the number of pairs.
+Every pair of warpgroups walks the list of pieces, longest first, in strides of the number of pairs. The KV heads of a
+piece stand next to each other in the list, so that pairs which run at the same time read the same pages, in which the
+heads of a token are neighbours.
 """
 
 import dataclasses
@@ -23,6 +25,9 @@ PAGE = 64  # tokens of a page
 MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; the grid and the number of pieces depend on it
 PIECE_PAGES = 32  # half a megabyte or more: starting and merging such a piece costs about a hundredth of reading it
 MOST_PARTIALS = 2048  # pieces of all rows whose outputs are kept for the merge, which bounds that memory
+WHOLE_PAGES = 16  # cutting so short a row in two costs a merge, which takes longer than half of the row
+WIDE_COLUMNS = 128  # of tables whose pools are so large that what is in flight must stay close together
+BLOCKS_OF_NARROW_HEADS = 8 * MULTIPROCESSORS  # two fit on a multiprocessor, which takes the next as soon as one ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,8 @@ class DecodeTiling:
             than `most_pieces`.
         stages: pages in flight per pair of warpgroups.
         pairs: pairs of a loading and a multiplying warpgroup per block, 1 or 2.
+        whole_pages: a row of no more pages is one piece whatever `least_pieces` says.
+        blocks: blocks of the grid at most; those that do not fit on the GPU at once follow as others end.
     """
 
     most_pieces: int
@@ -43,6 +50,8 @@ class DecodeTiling:
     piece_pages: int
     stages: int
     pairs: int
+    whole_pages: int = 0
+    blocks: int = MULTIPROCESSORS
 
     @classmethod
     def choose(
@@ -52,11 +61,21 @@ class DecodeTiling:
         if sliding_window is not None:
             columns = min(columns, (sliding_window + 2 * PAGE - 2) // PAGE)
         columns = max(columns, 1)
-        pairs = 2 if head_dim <= 128 else 1
-        least = max(MULTIPROCESSORS * pairs // (rows * kv_heads), 1)
+        slots = MULTIPROCESSORS * (2 if head_dim <= 128 else 1)
+        least = max(slots // (rows * kv_heads), 1)
+        whole = WHOLE_PAGES if least == 2 else 0
+        if columns <= whole:
+            least = 1
         most = max(least, min(-(-columns // PIECE_PAGES), MOST_PARTIALS // rows))
-        stages = {64: 4, 128: 2, 256: 2}[head_dim]
-        return cls(min(most, columns), min(least, columns), PIECE_PAGES, stages, pairs)
+        most, least = min(most, columns), min(least, columns)
+        if head_dim == 64:
+            return cls(most, least, PIECE_PAGES, 4, 1, whole, BLOCKS_OF_NARROW_HEADS)
+        # A block of one pair starts sooner, and a second pair would find nothing to do.
+        pairs = 1 if head_dim == 256 or rows * kv_heads * columns <= MULTIPROCESSORS else 2
+        # Pairs with the least in flight that keeps memory busy wait for it, and so stay at the same page as their
+        # neighbours: the one behind finds the page's translation and DRAM rows open and catches up.
+        together = pairs == 2 and columns > WIDE_COLUMNS and rows * kv_heads >= slots
+        return cls(most, least, PIECE_PAGES, 1 if together else 2, pairs, whole)
 
 
 class RowCut(NamedTuple):
@@ -79,6 +98,8 @@ class RowCut(NamedTuple):
             return cls(low, first_page, pages, pages, jnp.ones_like(pages))
         wanted = lax.div(pages + (tiling.piece_pages - 1), tiling.piece_pages)
         wanted = jnp.minimum(jnp.maximum(wanted, tiling.least_pieces), tiling.most_pieces)
+        if tiling.whole_pages:
+            wanted = jnp.where(pages <= tiling.whole_pages, 1, wanted)
         share = jnp.maximum(lax.div(pages + (wanted - 1), wanted), 1)
         return cls(low, first_page, pages, share, jnp.maximum(lax.div(pages + (share - 1), share), 1))
 

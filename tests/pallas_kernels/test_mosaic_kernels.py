@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tokenspeed_jax.pallas_kernels import decode_attention as decode_op
 from tokenspeed_jax.pallas_kernels import prefill_attention as prefill_op
-from tokenspeed_jax.pallas_kernels.decode_attention import mosaic as decode_mosaic
 from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import decode_attention_mosaic
 from tokenspeed_jax.pallas_kernels.decode_attention.pieces import DecodeTiling, RowCut, piece_order
 from tokenspeed_jax.pallas_kernels.decode_attention.reference import decode_attention_reference
@@ -53,13 +52,12 @@ def assert_close(actual, expected):
         (DecodeTiling(3, 3, 32, 2, 2), 1, (190,), ScoreRule(0.2), SINKS),
         # A sink that takes all may not upset the merge of a row's pieces.
         (DecodeTiling(5, 1, 1, 3, 1), 1, (0, 300, 70), ScoreRule(0.2), HUGE_SINKS),
+        (DecodeTiling(3, 2, 1, 1, 2, whole_pages=2), 1, (130, 128), ScoreRule(0.2), None),
     ],
-    ids=["whole", "whole_sinks", "heads", "cap", "window_sinks", "one_row", "huge_sinks"],
+    ids=["whole", "whole_sinks", "heads", "cap", "window_sinks", "one_row", "huge_sinks", "one_stage"],
 )
-def test_decode_kernel_equals_the_reference_without_races(
-    interpret, monkeypatch, tiling, kv_heads, kv_lens, rule, sinks
-):
-    monkeypatch.setattr(decode_mosaic, "MULTIPROCESSORS", 2)  # so that one block takes several pieces
+def test_decode_kernel_equals_the_reference_without_races(interpret, tiling, kv_heads, kv_lens, rule, sinks):
+    tiling = dataclasses.replace(tiling, blocks=2)  # so that one block takes several pieces
     problem = PagedProblem.random(
         np.random.default_rng(0), query_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_heads=3 * kv_heads,
         num_kv_heads=kv_heads, head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
@@ -150,6 +148,9 @@ def test_pieces_fill_the_gpu_and_keep_long_rows_short():
     assert chosen(64, 128).most_pieces == 4
     assert chosen(1, 128).least_pieces >= 16
     assert chosen(1, 1).most_pieces == 1
+    assert chosen(16, 16).most_pieces == 1
+    assert chosen(16, 64).least_pieces == 2
+    assert chosen(8, 16).least_pieces == 4
     # The partial outputs of a wide table stay bounded.
     assert 256 * chosen(256, 8192).most_pieces <= 2048
 
@@ -159,6 +160,7 @@ def test_the_pieces_of_a_row_cover_its_visible_pages_once_and_all_are_in_the_ord
     lengths = np.asarray([0, 1, 64, 65, 700, 2048, 2049, 9999, 32768])
     for tiling in (
         chosen(len(lengths), 512),
+        chosen(16, 512),
         chosen(64, 512),
         DecodeTiling(1, 1, 32, 2, 2),
         DecodeTiling(7, 2, 3, 2, 2),
@@ -179,6 +181,18 @@ def test_the_pieces_of_a_row_cover_its_visible_pages_once_and_all_are_in_the_ord
         assert len(order) > count
         pages = np.asarray(cut.pages)[(order[:count] - 1) // tiling.most_pieces]
         assert (np.diff(pages) <= 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_pieces_of_a_row_do_not_depend_on_the_width_of_the_table(rows, head_dim):
+    for pages in (1, 15, 16, 17, 33, 64, 128):
+        length = jnp.int32(pages * 64)
+        cuts = [
+            RowCut.of(length, ScoreRule(1.0), chosen(rows, columns, head_dim=head_dim))
+            for columns in (pages, pages + 1, 200, 512)
+        ]
+        assert len({(int(cut.pieces), int(cut.share)) for cut in cuts}) == 1
 
 
 @pytest.mark.parametrize("op", [decode_op, prefill_op], ids=["decode", "prefill"])
