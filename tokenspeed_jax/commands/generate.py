@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenspeed_jax.engine.compilation_cache import default_cache_folder
 from tokenspeed_jax.engine.config import EngineConfig, about
 from tokenspeed_jax.engine.engine import Engine
 from tokenspeed_jax.engine.prompts import Prompt
@@ -70,8 +71,6 @@ def run(argv: Sequence[str], prog: str) -> int:
         options.refuse("a conversation goes on from one reply", "n")
     config = dataclasses.replace(options.of(EngineConfig), max_num_seqs=params.n)
     if config.compilation_cache_dir is None:
-        from tokenspeed_jax.engine.compilation_cache import default_cache_folder
-
         config = dataclasses.replace(config, compilation_cache_dir=default_cache_folder())
     try:
         with Engine(config) as engine:
