@@ -230,7 +230,8 @@ class _Counts:
     """Choices per expert, as a block gets them: counted by itself, summed by itself, or summed by XLA."""
 
     def __init__(self, plan: _Plan, counts_ref: Ref | None, ids_smem: Ref, counts_smem: Ref) -> None:
-        self._plan, self._ref, self._ids, self._smem = plan, counts_ref, ids_smem, counts_smem
+        self._plan, self._ids, self._smem = plan, ids_smem, counts_smem
+        self._ref: Ref = counts_ref  # None where a block counts for itself
 
     def count(self, expert: Any) -> None:
         """Where a block counts for itself: makes the totals of 64 experts known."""
