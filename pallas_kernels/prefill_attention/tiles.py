@@ -68,4 +68,6 @@ class QueryTiles(NamedTuple):
         # Comparing all with all is one small fusion; a sort would be several kernels.
         before = (seen[None] > seen[:, None]) | ((seen[None] == seen[:, None]) & (index[None] < index[:, None]))
         order = jnp.argmax(before.sum(axis=1)[None] == index[:, None], axis=1)
-        return QueryTiles(*(column[order] for column in self[:4]), self.count)
+        return self._replace(
+            row=self.row[order], start=self.start[order], length=self.length[order], position=self.position[order]
+        )
