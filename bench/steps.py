@@ -215,7 +215,8 @@ def time_decode(engine: Engine, shape: Shape, recorder: Recorder, rate: float, p
     found = []
     print("| decode: rows x context | step | floor | of the floor |\n|---|---|---|---|")
     for rows, context in shape.decode:
-        engine.generate(prompts(rows, context - 8, shape.hf["vocab_size"], rows), greedy(8))
+        # Enough tokens that the first prompts still run when the last is in.
+        engine.generate(prompts(rows, context - 40, shape.hf["vocab_size"], rows), greedy(40))
         recorder.replay(rows, 5)
         took = float(np.median([recorder.replay(rows, REPLAYED) for _ in range(3)]))
         floor = shape.decode_bytes(weights, rows, context) / rate

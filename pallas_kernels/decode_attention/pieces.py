@@ -70,8 +70,7 @@ class DecodeTiling:
         most, least = min(most, columns), min(least, columns)
         if head_dim == 64:
             return cls(most, least, PIECE_PAGES, 4, 1, whole, BLOCKS_OF_NARROW_HEADS)
-        # A block of one pair starts sooner, and a second pair would find nothing to do.
-        pairs = 1 if head_dim == 256 or rows * kv_heads * columns <= MULTIPROCESSORS else 2
+        pairs = 1 if head_dim == 256 else 2
         # Pairs with the least in flight that keeps memory busy wait for it, and so stay at the same page as their
         # neighbours: the one behind finds the page's translation and DRAM rows open and catches up.
         together = pairs == 2 and columns > WIDE_COLUMNS and rows * kv_heads >= slots

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
-from tokenspeed_jax.pallas_kernels.experts.tiles import tile_capacity
+from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, tile_capacity
 
 SIDE = 64  # rows and columns of a register matrix
 MAX_TOP_K = SIDE
@@ -36,6 +36,7 @@ SUMMED_GROUPS = 8  # whose counts a block adds up itself
 MAX_TOKENS = 16  # of a block
 TOKEN_BYTES = 128 * 1024  # of shared memory for a block's tokens
 LANES = 64
+MOST_TABLED_EXPERTS = 128  # one block makes the table of tiles: 3 us with so many experts, 37 with 512, more than XLA
 MAX_HIDDEN = 256 * LANES  # of one copy
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -58,6 +59,21 @@ class PlacedTiles(NamedTuple):
     rows_of_tile: Int[Array, " tiles"]
     slot_of_choice: Int[Array, "tokens top_k"]
     num_live: Int[Array, " 1"]
+
+
+def dispatch_xla(
+    x: Float[Array, "tokens hidden"], expert_ids: Int[Array, "tokens top_k"], num_experts: int, tile_rows: int
+) -> tuple[Float[Array, "slots hidden"], PlacedTiles]:
+    """As `dispatch_mosaic`, for any number of experts; slots without a token hold some token's row."""
+    tiles = ExpertTiles.of(expert_ids, num_experts, tile_rows)
+    live = jnp.arange(tiles.expert_of_tile.size) < tiles.num_live
+    placed = PlacedTiles(
+        expert_of_tile=tiles.expert_of_tile,
+        rows_of_tile=jnp.where(live, tile_rows, 0).astype(jnp.int32),
+        slot_of_choice=tiles.slot_of_choice.astype(jnp.int32),
+        num_live=tiles.num_live.astype(jnp.int32).reshape(1),
+    )
+    return x[tiles.token_of_slot], placed
 
 
 @dataclasses.dataclass(frozen=True)

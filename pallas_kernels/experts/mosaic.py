@@ -36,7 +36,14 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
 from tokenspeed_jax.pallas_kernels.experts.combination import combination_refusal, combine_mosaic
-from tokenspeed_jax.pallas_kernels.experts.dispatch import MAX_HIDDEN, MAX_TOP_K, PlacedTiles, dispatch_mosaic
+from tokenspeed_jax.pallas_kernels.experts.dispatch import (
+    MAX_HIDDEN,
+    MAX_TOP_K,
+    MOST_TABLED_EXPERTS,
+    PlacedTiles,
+    dispatch_mosaic,
+    dispatch_xla,
+)
 from tokenspeed_jax.pallas_kernels.experts.tiles import MOSAIC_COLUMNS, mosaic_tile_rows, tile_capacity
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
@@ -146,7 +153,10 @@ def _expert_mlp(
     most = tile_capacity(expert_ids.size, num_experts, rows)
     first = ProductTiling.choose(rows, width, gated=True, tiles=most)
     second = ProductTiling.choose(rows, hidden, gated=False, tiles=most)
-    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
+    if num_experts > MOST_TABLED_EXPERTS:
+        x_slots, tiles = dispatch_xla(x, expert_ids, num_experts, rows)
+    else:
+        x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
     inner = grouped_product(
         x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, interpret=interpret
     )

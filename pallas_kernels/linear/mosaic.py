@@ -12,7 +12,7 @@
     y[:, tile] <---------- TMA ----- out [64, columns] <-- registers      + bias, or gate(left) * right; rounds
 
 A matrix product takes 64 rows in any case, so up to 64 tokens cost the same there; rows that no copy filled are
-multiplied and not stored. Copies of fewer than 8 rows reach beyond the array, where the copy engine reads nothing.
+multiplied and not stored. Rows are copied in pieces of 8.
 
 XLA's products of few rows split the input channels, write float32 sums and add them in a kernel of their own. Here a
 tile has all input channels, and its width is chosen so that one wave of tiles fills the GPU: tiles of 32 columns are
@@ -96,6 +96,8 @@ def mosaic_shape_refusal(*, tokens: int, outputs: int, channels: int, dtypes: se
     step = 2 * COLUMNS[0] if gated else COLUMNS[0]
     if outputs % step:
         return f"{outputs} rows of the weight are no multiple of {step}"
+    if tokens % ROW_PIECE:
+        return f"{tokens} tokens are no multiple of {ROW_PIECE}, as copies of more than one piece need"
     if outputs * channels < SMALLEST_WEIGHT:
         return f"a weight of {outputs} x {channels} is too small to gain by"
     return None
@@ -178,8 +180,7 @@ def _block(
 ) -> None:
     *bias_refs, out_ref = bias_and_out_ref
     tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
-    # A start that is not known ahead lets copies of whole pieces reach beyond the last row.
-    rows = pl.ds(tile * 0, -(-x_ref.shape[0] // ROW_PIECE) * ROW_PIECE)
+    rows = pl.ds(0, x_ref.shape[0])
 
     @pl.when(warpgroup == 1)
     def _load() -> None:

@@ -39,7 +39,6 @@ MODELS = {
     "llama_8b": Heads(32, 8, 128, 128, None),
     "smollm2_135m": Heads(9, 3, 64, 64, None),
     "gemma3_270m": Heads(4, 1, 256, 256, GEMMA),
-    "gemma3_12b": Heads(16, 8, 256, 256, GEMMA),
     "gpt_oss_20b": Heads(64, 8, 64, 64, None),
     "qwen3_next": Heads(16, 2, 256, 64, GEMMA, behind=4096),
     "olmo_heads_unrotated": Heads(28, 4, 128, None, OLMO),

@@ -56,10 +56,10 @@ def test_the_portable_form_is_the_definition(tokens, outputs, channels, bias, ga
 @pytest.mark.parametrize(
     ("tokens", "outputs", "channels", "tiling", "gate", "bias"),
     [
-        (1, 128, 192, LinearTiling(64, 2), None, False),  # a copy that reaches beyond the only row
-        (12, 96, 256, LinearTiling(48, 3), None, True),  # two pieces of rows, an odd number of columns of 16
+        (8, 128, 192, LinearTiling(64, 2), None, False),
+        (16, 96, 256, LinearTiling(48, 3), None, True),  # two pieces of rows, an odd number of columns of 16
         (64, 64, 128, LinearTiling(32, 4), None, False),  # more stages than chunks
-        (5, 128, 256, LinearTiling(64, 2), "silu", True),  # gate and up in one tile, each with its bias
+        (24, 128, 256, LinearTiling(64, 2), "silu", True),  # gate and up in one tile, each with its bias
         (8, 192, 128, LinearTiling(96, 2), "gelu_tanh", False),
     ],
 )
@@ -71,17 +71,17 @@ def test_kernel_equals_the_definition_without_races(interpret, tokens, outputs, 
 
 
 def test_a_token_that_is_not_a_number_stays_in_its_row(interpret):
-    x, weight, _ = problem(9, 64, 128)
+    x, weight, _ = problem(16, 64, 128)
     broken = x.at[3].set(jnp.nan)
     tiling = LinearTiling(64, 2)
     out, clean = (linear_mosaic(y, weight, None, None, tiling=tiling, interpret=interpret) for y in (broken, x))
-    rows = np.arange(9) != 3
+    rows = np.arange(16) != 3
     np.testing.assert_array_equal(np.asarray(out, np.float32)[rows], np.asarray(clean, np.float32)[rows])
     assert np.isnan(np.asarray(out, np.float32)[3]).all()
 
 
 def test_gradients_are_those_of_the_portable_form(interpret):
-    x, weight, bias = problem(4, 64, 64, bias=True)
+    x, weight, bias = problem(8, 64, 64, bias=True)
 
     def of(function):
         return jax.grad(lambda x, w, b: function(x, w, b).astype(jnp.float32).sum(), argnums=(0, 1, 2))(x, weight, bias)
@@ -111,6 +111,7 @@ def test_every_product_that_is_not_refused_has_a_tiling_that_covers_it(tokens, o
     [
         ({"tokens": 65}, "65 tokens"),
         ({"tokens": 16}, "16 tokens"),
+        ({"tokens": 33}, "33 tokens"),
         ({"outputs": 4097}, "4097 rows"),
         ({"outputs": 4128, "gated": True}, "4128 rows"),
         ({"channels": 4095}, "4095 input channels"),
