@@ -59,8 +59,9 @@ def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: En
 def test_prompts_in_one_chunk_match_alone_and_all_match_in_a_mixed_batch_of_16(
     tiny_engine: EngineFactory, family: str
 ) -> None:
-    # The longest prompt alone asks for the token after its chunk: a second decode bucket would be compiled for more.
-    engine = tiny_engine(family, enable_prefix_caching=False)
+    # With the granularity of test_prefix_cache.py, whose prompts in one chunk are the same program. The longest prompt
+    # alone asks for the token after its chunk: a second decode bucket would be compiled for more.
+    engine = tiny_engine(family, prefix_granularity=128, enable_prefix_caching=False)
     prompts = sorted(golden_prompts(family), key=lambda prompt: len(prompt["prompt_ids"]))
     first = dataclasses.replace(GREEDY, max_tokens=1)
     assert_is_golden(engine.generate(prompts[-1]["prompt_ids"], first)[0], prompts[-1], count=1)
