@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from attention import ceilings
 
-BENCHMARKS = ("attention", "latent_attention", "experts", "recurrence", "linear")
+BENCHMARKS = ("attention", "latent_attention", "experts", "recurrence", "linear", "prologue")
 
 
 class Tee(io.StringIO):

@@ -5,8 +5,9 @@
 Cached rows are bf16, 512 latent and 64 positional channels, in pages of 64 tokens in random order; heads have 128 key
 channels from the latent and 128 value channels. Decode calls are timed absorbed, as the kernel gets them, in chains as
 in `bench/attention.py`, and printed with the rate at which cached rows are read and the rate of products (scores and
-outputs of all heads, 2 x (576 + 512) a row and head). Peers on one H200 (kernels.md 6): FlashInfer's FA3 kernel takes
-151 us for 64 rows of 8k with 16 heads (4,006 GB/s) and 250 us with 128 heads (584 TFLOP/s).
+outputs of all heads, 2 x (576 + 512) a row and head). Prefill calls expand the cached rows too, whose products are not
+counted: the rate is that of scores and outputs, 2 x (192 + 128) a visible pair and head. Peers on one H200 (kernels.md
+6): FlashInfer's FA3 kernel takes 151 us for 64 rows of 8k with 16 heads (4,006 GB/s), 250 us with 128 (584 TFLOP/s).
 """
 
 import argparse
@@ -55,7 +56,10 @@ DECODE = [
     Case(1, 1, 8192, 16), Case(1, 1, 8192, 128), Case(16, 1, 8192, 16), Case(16, 1, 8192, 128),
     Case(256, 1, 1024, 16), Case(256, 1, 1024, 128), Case(64, 1, 32768, 16), Case(64, 1, 32768, 128),
 ]  # fmt: skip
-PREFILL = [Case(1, 2048, 2048, 128), Case(1, 2048, 8192, 128), Case(1, 8192, 8192, 16)]
+PREFILL = [
+    Case(1, 2048, 2048, 128), Case(1, 2048, 8192, 128), Case(1, 8192, 8192, 128), Case(1, 8192, 8192, 16),
+    Case(16, 1024, 1024, 128), Case(1, 8192, 40960, 128),
+]  # fmt: skip
 
 
 def pages_and_tables(case: Case, chain: int) -> tuple[PageView, jax.Array]:
@@ -90,7 +94,7 @@ def measure_decode(case: Case, implementation: Implementation | None) -> float:
     return seconds(lambda: run(q, rows, tables), calls) / chain
 
 
-def measure_prefill(case: Case) -> float:
+def measure_prefill(case: Case, implementation: Implementation | None) -> float:
     """Seconds of one prefill call, expansion included."""
     rows, tables = pages_and_tables(case, 1)
     keys = jax.random.split(jax.random.key(1), 3)
@@ -101,15 +105,19 @@ def measure_prefill(case: Case) -> float:
     )
     starts = jnp.arange(case.rows + 1, dtype=jnp.int32) * case.new
     lens = jnp.full((case.rows,), case.length, jnp.int32)
-    run = jax.jit(
-        lambda q, key, value, rows: latent_prefill_attention(q, key, value, rows, tables[0], starts, lens, scale=SCALE)
-    )
+
+    @jax.jit
+    def run(q: jax.Array, key: jax.Array, value: jax.Array, rows: PageView) -> jax.Array:
+        return latent_prefill_attention(
+            q, key, value, rows, tables[0], starts, lens, scale=SCALE, implementation=implementation
+        )
+
     return seconds(lambda: run(q, key, value, rows), calls=2, repeats=3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", choices=["mosaic", "xla"], default=None, help="of decode")
+    parser.add_argument("--implementation", choices=["mosaic", "xla"], default=None)
     parser.add_argument("--quick", action="store_true", help="two decode cases and no prefill")
     options = parser.parse_args()
     copy, read = ceilings()
@@ -122,7 +130,7 @@ def main() -> None:
             f"{case.flops / taken / 1e12:6,.0f} TFLOP/s"
         )
     for case in [] if options.quick else PREFILL:
-        taken = measure_prefill(case)
+        taken = measure_prefill(case, options.implementation)
         print(f"{case.name:<40} {taken * 1e6:10.1f} us {case.flops / taken / 1e12:8,.0f} TFLOP/s")
 
 

@@ -42,7 +42,7 @@ STATE = (32, 128, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`rows` rows of `length` tokens; `peer` in seconds, None where no one was measured."""
+    """`rows` rows of `length` tokens, their bodies of `body`; `peer` in seconds, None where no one was measured."""
 
     name: str
     op: Callable[..., Any]
@@ -51,6 +51,7 @@ class Case:
     rows: int
     length: int = 1
     peer: float | None = None
+    body: int | None = None
 
 
 STEPS = [
@@ -65,6 +66,7 @@ CHUNKS = [
     Case("GDN", gated_delta_rule, GDN, STATE, 1, 8192, 394e-6),
     Case("GDN", gated_delta_rule, GDN, STATE, 1, 32768, 1550e-6),
     Case("GDN", gated_delta_rule, GDN, STATE, 16, 512),
+    Case("GDN, body and tail", gated_delta_rule, GDN, STATE, 1, 8292, body=8192),
     Case("KDA", gated_delta_rule, KDA, STATE, 1, 8192, 987e-6),
     Case("KDA", gated_delta_rule, KDA, STATE, 1, 32768, 3854e-6),
     Case("linear attention", linear_attention, LINEAR, STATE, 1, 8192),
@@ -121,7 +123,7 @@ def chunk_seconds(case: Case, implementation: Implementation | None) -> float:
     inputs = case.make(np.random.default_rng(0), case.rows * case.length)
     initial = jnp.zeros((case.rows, *case.state), jnp.float32)
     run = jax.jit(functools.partial(case.op, implementation=implementation))
-    rows = ragged_rows([case.length] * case.rows)
+    rows = ragged_rows([case.length] * case.rows, [case.body or case.length] * case.rows)
     return seconds(lambda: run(inputs, initial, rows).output, 5)
 
 

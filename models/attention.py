@@ -1,8 +1,9 @@
 """What a layer's attention computes, and how a model calls it.
 
 A model declares one spec per layer: an `AttentionSpec`, a `LatentAttentionSpec` or a `RecurrentSpec`. Its layers call
-`attend`, `attend_latent`, `convolve` and `recur` with the step they are given, and name no cache group: serving passes
-a step that writes and reads caches, scoring and training pass a `models.plain_step.PlainStep` without any.
+`attend` or `attend_projected`, `attend_latent`, `convolve` and `recur` with the step they are given, and name no cache
+group: serving passes a step that writes and reads caches, scoring and training pass a `models.plain_step.PlainStep`
+without any.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Float
 
+from tokenspeed_jax.pallas_kernels.attention_prologue import AttentionPrologue
 from tokenspeed_jax.pallas_kernels.recurrences import RecurrenceInputs
 
 
@@ -72,11 +74,13 @@ class RecurrentSpec:
         layer_id: position of the layer in the model, from 0.
         convolution: (channels, width) of the causal convolution, None without one; it carries width - 1 raw inputs.
         state_shape: the recurrence's state, float32; None for a layer that is a convolution only.
+        channel_gates: whether the recurrence is the gated delta rule with a gate for each channel of the key.
     """
 
     layer_id: int
     convolution: tuple[int, int] | None
     state_shape: tuple[int, ...] | None
+    channel_gates: bool = False
 
     def __post_init__(self) -> None:
         if self.convolution is None and self.state_shape is None:
@@ -110,6 +114,16 @@ class AttentionStep(Protocol):
         sinks: Float[Array, " heads"] | None,
     ) -> Float[Array, "tokens heads dim"]:
         """Attends each token to its own sequence up to itself; keys and values are those of the step's tokens."""
+        ...
+
+    def attend_projected(
+        self,
+        projected: Float[Array, "tokens columns"],
+        prologue: AttentionPrologue,
+        layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
+    ) -> Float[Array, "tokens heads dim"]:
+        """`attend` from the layer's fused projections, of which the prologue makes queries, keys and values."""
         ...
 
     def attend_latent(
@@ -151,6 +165,25 @@ def attend(
         sinks: a logit per query head that joins the softmax's denominator and brings no value (model-families.md 1.3).
     """
     return step.attend(q, k, v, layer, sinks)
+
+
+def attend_projected(
+    projected: Float[Array, "tokens columns"],
+    prologue: AttentionPrologue,
+    layer: AttentionSpec,
+    step: AttentionStep,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "tokens heads dim"]:
+    """`attend` for layers whose projections are one product and whose heads are normed, if at all, one by one.
+
+    A step can then norm and rotate heads where it stores them.
+
+    Args:
+        projected: a token's query heads, then its key heads, then its value heads; columns behind them are not read.
+        prologue: norms and rotation of queries and keys.
+        sinks: as in `attend`.
+    """
+    return step.attend_projected(projected, prologue, layer, sinks)
 
 
 def attend_latent(

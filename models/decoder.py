@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
 from tokenspeed_jax.models.hf_config import REQUIRED, HfConfig, Required, UnsupportedConfig
 from tokenspeed_jax.models.linear import Embedding, Linear, vocabulary_scores
+from tokenspeed_jax.models.norms import Residual
 from tokenspeed_jax.models.rope import Rope
 
 
@@ -149,11 +150,11 @@ class CausalDecoder(nnx.Module):
             positions: each token's place in its own sequence.
             step: what the tokens attend to, see `attend`.
         """
-        x = self.embeddings(token_ids)
+        stream = Residual(self.embeddings(token_ids))
         rotations = {rope: rope.at(positions) for rope in dict.fromkeys(self.config.ropes)}
         for layer, rope in zip(self.layers, self.config.ropes, strict=True):
-            x = layer(x, rotations[rope], step)
-        return self.norm(x)
+            stream = layer(stream, rotations[rope], step)
+        return self.norm.after(stream)[1]
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """Scores of the next token, float32, for rows of what the model returned."""
@@ -168,11 +169,6 @@ class CausalDecoder(nnx.Module):
 def silu(x: Array) -> Array:
     """x * sigmoid(x)."""
     return jax.nn.silu(x)
-
-
-def gelu_tanh(x: Array) -> Array:
-    """GELU by its tanh approximation, as the checkpoints were trained with."""
-    return jax.nn.gelu(x, approximate=True)
 
 
 def soft_cap(x: Array, bound: float | None) -> Array:

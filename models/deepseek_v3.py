@@ -10,12 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionStep, LatentAttentionSpec
-from tokenspeed_jax.models.decoder import CausalDecoder, silu
+from tokenspeed_jax.models.decoder import CausalDecoder
 from tokenspeed_jax.models.experts import SparseMLP, expert_rules, routing_rule
 from tokenspeed_jax.models.hf_config import HfConfig, positive_number
 from tokenspeed_jax.models.latent_attention import LatentAttention, latent_dimensions, latent_rules
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.norms import Residual, RMSNorm
 from tokenspeed_jax.models.rope import Rope, Rotation, YarnScaling
 from tokenspeed_jax.models.weight_map import WeightRule, gated_mlp_rules, same, vocabulary_rules
 from tokenspeed_jax.pallas_kernels.experts import RoutingRule
@@ -146,7 +146,7 @@ class SharedAndRoutedMLP(nnx.Module):
             rngs=rngs,
             selection_bias=True,
         )
-        self.shared = GatedMLP(hidden_size, experts.shared_size, silu, dtype=dtype, rngs=rngs)
+        self.shared = GatedMLP(hidden_size, experts.shared_size, "silu", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         return self.routed(x) + self.shared(x)
@@ -184,19 +184,18 @@ class DeepseekV3Layer(nnx.Module):
         self.attention = LatentAttention(config.hidden_size, spec, config.q_lora_rank, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = (
-            GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+            GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
             else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
         )
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         def turn(channels: Float[Array, "tokens heads rope_dim"]) -> Float[Array, "tokens heads rope_dim"]:
             return rotate(_pairs_apart(channels) if self.interleaved else channels)
 
-        x = x + self.attention(self.attention_norm(x), turn, step)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.attention_norm.after(stream)
+        x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, turn, step)))
+        return Residual(x, self.mlp(normed))
 
 
 def _pairs_apart(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:

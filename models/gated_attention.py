@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
+from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
 from tokenspeed_jax.models.linear import Linear
 from tokenspeed_jax.models.norms import GemmaRMSNorm
 from tokenspeed_jax.models.rope import Rotation
@@ -23,7 +23,7 @@ class GatedAttention(nnx.Module):
         self, hidden_size: int, spec: AttentionSpec, epsilon: float, *, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         self.spec = spec
-        self.proj = Linear(hidden_size, sum(_rows(spec)), dtype=dtype, rngs=rngs)  # rows of q, gate, k, v
+        self.proj = Linear(hidden_size, sum(_rows(spec)), dtype=dtype, rngs=rngs)  # rows of q, k, v, gate
         self.q_norm = GemmaRMSNorm(spec.head_dim, epsilon, dtype=dtype)
         self.k_norm = GemmaRMSNorm(spec.head_dim, epsilon, dtype=dtype)
         self.out = Linear(spec.num_heads * spec.head_dim, hidden_size, dtype=dtype, rngs=rngs)
@@ -31,32 +31,30 @@ class GatedAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        tokens, dim = x.shape[0], self.spec.head_dim
-        ends = np.cumsum(_rows(self.spec))[:-1].tolist()
-        q, gate, k, v = jnp.split(self.proj(x), ends, axis=-1)
-        q, k, v = (part.reshape(tokens, -1, dim) for part in (q, k, v))
-        mixed = attend(rotate(self.q_norm(q)), rotate(self.k_norm(k)), v, self.spec, step)
-        gate = jax.nn.sigmoid(gate.astype(jnp.float32))
-        return self.out((mixed.reshape(tokens, -1) * gate).astype(x.dtype))
+        projected = self.proj(x)
+        prologue = AttentionPrologue(rotate, self.q_norm.norm, self.k_norm.norm)
+        mixed = attend_projected(projected, prologue, self.spec, step)
+        gate = jax.nn.sigmoid(projected[:, sum(_rows(self.spec)[:3]) :].astype(jnp.float32))
+        return self.out((mixed.reshape(x.shape[0], -1) * gate).astype(x.dtype))
 
 
 def _rows(spec: AttentionSpec) -> tuple[int, int, int, int]:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return q, q, kv, kv
+    return q, kv, kv, q
 
 
 def gated_attention_rules(
     here: tuple[str | int, ...], there: str, hidden_size: int, spec: AttentionSpec
 ) -> Iterator[WeightRule]:
     """The rules of a `GatedAttention` whose `q_proj` holds each head's query and then its gate."""
-    q, gate, k, v = _rows(spec)
+    q, k, v, gate = _rows(spec)
     # [query or gate, head, channel], of rows stored by head
     halves = np.arange(q + gate).reshape(spec.num_heads, 2, spec.head_dim).swapaxes(0, 1)
     yield reordered(
         (*here, "proj", "weight"),
         tuple(f"{there}.{name}_proj.weight" for name in "qkv"),
         (q + gate, k, v),
-        np.concatenate([halves.ravel(), np.arange(q + gate, q + gate + k + v)]),
+        np.concatenate([halves[0].ravel(), np.arange(q + gate, q + gate + k + v), halves[1].ravel()]),
         (hidden_size,),
     )
     yield from linear_rules((*here, "out"), f"{there}.o_proj", bias=False)

@@ -9,12 +9,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, gelu_tanh, soft_cap
+from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, soft_cap
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import GemmaRMSNorm
+from tokenspeed_jax.models.norms import GemmaRMSNorm, Residual
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules
 
@@ -87,8 +87,8 @@ class Gemma3Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        q, k, v = self.qkv(x)
-        mixed = attend(rotate(self.q_norm(q)), rotate(self.k_norm(k)), v, self.spec, step)
+        prologue = AttentionPrologue(rotate, self.q_norm.norm, self.k_norm.norm)
+        mixed = attend_projected(self.qkv(x), prologue, self.spec, step)
         return self.out(mixed.reshape(x.shape[0], -1))
 
 
@@ -101,14 +101,14 @@ class Gemma3Layer(nnx.Module):
         self.attention = Gemma3Attention(config, spec, dtype=dtype, rngs=rngs)
         self.attention_out_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
         self.mlp_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
-        self.mlp = GatedMLP(dim, config.intermediate_size, gelu_tanh, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(dim, config.intermediate_size, "gelu_tanh", dtype=dtype, rngs=rngs)
         self.mlp_out_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.attention_out_norm(self.attention(self.attention_norm(x), rotate, step))
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x, normed = self.attention_norm.after(stream)
+        update = self.attention_out_norm(self.attention(normed, rotate, step))
+        x, normed = self.mlp_norm.after(Residual(x, update))
+        return Residual(x, self.mlp_out_norm(self.mlp(normed)))
 
 
 class Gemma3(CausalDecoder):

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from tokenspeed_jax.models import mxfp4
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
+from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
 from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.experts import SparseMLP
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
-from tokenspeed_jax.models.norms import LateRoundingRMSNorm
+from tokenspeed_jax.models.norms import LateRoundingRMSNorm, Residual
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules, linear_rules, same
 from tokenspeed_jax.pallas_kernels.experts import RoutingRule
@@ -93,8 +93,7 @@ class GptOssAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        q, k, v = self.qkv(x)
-        mixed = attend(rotate(q), rotate(k), v, self.spec, step, self.sinks[...])
+        mixed = attend_projected(self.qkv(x), AttentionPrologue(rotate), self.spec, step, self.sinks[...])
         return self.out(mixed.reshape(x.shape[0], -1))
 
 
@@ -120,11 +119,10 @@ class GptOssLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.attention(self.attention_norm(x), rotate, step)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x, normed = self.attention_norm.after(stream)
+        x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
+        return Residual(x, self.mlp(normed))
 
 
 class GptOss(CausalDecoder):

@@ -28,7 +28,7 @@ from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.latent_attention import LatentAttention, latent_dimensions, latent_rules
 from tokenspeed_jax.models.linear import Linear, normal_weight
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import RMSNorm, unit_vectors
+from tokenspeed_jax.models.norms import Residual, RMSNorm, unit_vectors
 from tokenspeed_jax.models.weight_map import (
     WeightRule,
     fused_rules,
@@ -153,7 +153,7 @@ def _layers(config: HfConfig, delta: HfConfig) -> tuple[LatentAttentionSpec | Re
             f"layers 1 to {count} once"
         )
     return tuple(
-        RecurrentSpec(i, convolution, (heads, dim, dim))
+        RecurrentSpec(i, convolution, (heads, dim, dim), channel_gates=True)
         if i + 1 in kda
         else LatentAttentionSpec(i, **dimensions, scale=scale)
         for i in range(count)
@@ -224,15 +224,16 @@ class KimiLinearLayer(nnx.Module):
         self.recurrent = isinstance(spec, RecurrentSpec)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = (
-            GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+            GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
             else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
         )
 
-    def __call__(self, x: Float[Array, "tokens hidden"], step: AttentionStep) -> Float[Array, "tokens hidden"]:
-        normed = self.mixer_norm(x)
-        x = x + (self.delta(normed, step) if self.recurrent else self.attention(normed, None, step))
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Residual, step: AttentionStep) -> Residual:
+        x, normed = self.mixer_norm.after(stream)
+        mixed = self.delta(normed, step) if self.recurrent else self.attention(normed, None, step)
+        x, normed = self.mlp_norm.after(Residual(x, mixed))
+        return Residual(x, self.mlp(normed))
 
 
 class KimiLinear(CausalDecoder):
@@ -246,10 +247,10 @@ class KimiLinear(CausalDecoder):
     ) -> Float[Array, "tokens hidden"]:
         """Hidden states after the final norm, of sequences packed one after another; `positions` are not used."""
         del positions
-        x = self.embeddings(token_ids)
+        stream = Residual(self.embeddings(token_ids))
         for layer in self.layers:
-            x = layer(x, step)
-        return self.norm(x)
+            stream = layer(stream, step)
+        return self.norm.after(stream)[1]
 
     @staticmethod
     def ignored_tensors(config: KimiLinearConfig) -> tuple[str, ...]:

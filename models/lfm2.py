@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, LayerSpec, RecurrentSpec, convolve
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.linear import Linear, normal_weight
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.norms import Residual, RMSNorm
 from tokenspeed_jax.models.qwen3 import Qwen3Attention
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, fused_rules, linear_rules, reshaped, same
@@ -119,13 +119,12 @@ class Lfm2Layer(nnx.Module):
             else ShortConvolution(config, spec, dtype=dtype, rngs=rngs)  # type: ignore[arg-type]
         )
         self.mlp_norm = RMSNorm(dim, epsilon, dtype=dtype)
-        self.mlp = GatedMLP(dim, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(dim, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.operator(self.operator_norm(x), rotate, step)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x, normed = self.operator_norm.after(stream)
+        x, normed = self.mlp_norm.after(Residual(x, self.operator(normed, rotate, step)))
+        return Residual(x, self.mlp(normed))
 
 
 class Lfm2(CausalDecoder):

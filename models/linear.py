@@ -42,7 +42,7 @@ class Linear(nnx.Module):
 
 
 class QKVLinear(nnx.Module):
-    """The query, key and value projections as one product; rows of q, then k, then v."""
+    """The query, key and value projections as one product: a token's heads of q, then of k, then of v."""
 
     def __init__(
         self,
@@ -63,20 +63,15 @@ class QKVLinear(nnx.Module):
     ) -> tuple[Float[Array, "tokens q"], Float[Array, "tokens kv"], Float[Array, "tokens kv"]]:
         """q, k and v with all heads of a token in one row."""
         q_rows, k_rows, _ = self.rows
-        q, k, v = jnp.split(self.proj(x), (q_rows, q_rows + k_rows), axis=-1)
+        q, k, v = jnp.split(self(x), (q_rows, q_rows + k_rows), axis=-1)
         return q, k, v
 
     def heads(self, flat: Float[Array, "tokens heads*dim"]) -> Float[Array, "tokens heads dim"]:
         """Cuts rows into heads."""
         return flat.reshape(flat.shape[0], -1, self.head_dim)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"]
-    ) -> tuple[
-        Float[Array, "tokens heads dim"], Float[Array, "tokens kv_heads dim"], Float[Array, "tokens kv_heads dim"]
-    ]:
-        q, k, v = self.flat(x)
-        return self.heads(q), self.heads(k), self.heads(v)
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens columns"]:
+        return self.proj(x)
 
 
 class Embedding(nnx.Module):

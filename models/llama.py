@@ -8,12 +8,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.norms import Residual, RMSNorm
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules
 
@@ -51,15 +51,14 @@ class LlamaAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        q, k, v = self.qkv(x)
-        mixed = attend(rotate(q), rotate(k), v, self.spec, step)
+        mixed = attend_projected(self.qkv(x), AttentionPrologue(rotate), self.spec, step)
         return self.out(mixed.reshape(x.shape[0], -1))
 
 
 def dense_mlp(config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> GatedMLP:
     """The same block in every layer."""
     del spec
-    return GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+    return GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
 
 class LlamaLayer(nnx.Module):
@@ -74,11 +73,10 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = type(self).mlp_type(config, spec, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.attention(self.attention_norm(x), rotate, step)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x, normed = self.attention_norm.after(stream)
+        x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
+        return Residual(x, self.mlp(normed))
 
 
 class Llama(CausalDecoder):

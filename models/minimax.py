@@ -20,7 +20,7 @@ from tokenspeed_jax.models.experts import SparseMLP, expert_rules, routing_rule
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, LINEAR_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear
 from tokenspeed_jax.models.llama import LlamaAttention
-from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.norms import Residual, RMSNorm
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, fused_rules, linear_rules, reordered, same, vocabulary_rules
 from tokenspeed_jax.pallas_kernels.experts import RoutingRule
@@ -156,13 +156,11 @@ class MiniMaxLayer(nnx.Module):
         self.mlp_norm = RMSNorm(dim, epsilon, dtype=dtype)
         self.mlp = SparseMLP(dim, config.intermediate_size, config.num_experts, config.routing, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = self.mixer_norm(x)
-        x = self.mixer_factors.alpha * x + self.mixer_factors.beta * self.mixer(x, rotate, step)
-        x = self.mlp_norm(x)
-        return self.mlp_factors.alpha * x + self.mlp_factors.beta * self.mlp(x)
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        mixed, fed = self.mixer_factors, self.mlp_factors
+        _, x = self.mixer_norm.after(stream)
+        _, x = self.mlp_norm.after(Residual(mixed.alpha * x, mixed.beta * self.mixer(x, rotate, step)))
+        return Residual(fed.alpha * x, fed.beta * self.mlp(x))
 
 
 class MiniMax(CausalDecoder):

@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
-from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields, silu
+from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
 from tokenspeed_jax.models.mlp import GatedMLP
-from tokenspeed_jax.models.norms import LateRoundingRMSNorm
+from tokenspeed_jax.models.norms import LateRoundingRMSNorm, Residual
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, decoder_rules
 
@@ -72,14 +72,13 @@ class Olmo3Layer(nnx.Module):
     def __init__(self, config: Olmo3Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.attention = Olmo3Attention(config, spec, dtype=dtype, rngs=rngs)
         self.attention_out_norm = LateRoundingRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
         self.mlp_out_norm = LateRoundingRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x = stream.total
         x = x + self.attention_out_norm(self.attention(x, rotate, step))
-        return x + self.mlp_out_norm(self.mlp(x))
+        return Residual(x, self.mlp_out_norm(self.mlp(x)))
 
 
 class Olmo3(CausalDecoder):

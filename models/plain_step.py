@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.models.attention import (
+    AttentionPrologue,
     AttentionSpec,
     LatentAttentionSpec,
     LatentExpansion,
@@ -54,6 +55,17 @@ class PlainStep:
         cut = [x.reshape(blocks, _QUERY_BLOCK, *x.shape[1:]) for x in padded]
         out = lax.map(lambda block: self._attend_block(block[0], block[1], block[2], k, v, layer, sinks), tuple(cut))
         return out.reshape(-1, *q.shape[1:])[:tokens]
+
+    def attend_projected(
+        self,
+        projected: Float[Array, "tokens columns"],
+        prologue: AttentionPrologue,
+        layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
+    ) -> Float[Array, "tokens heads dim"]:
+        """One thing after the other."""
+        q, k, v = prologue.heads(projected, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        return self.attend(q, k, v, layer, sinks)
 
     def _attend_block(
         self,

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, attend
+from tokenspeed_jax.models.attention import AttentionPrologue, AttentionSpec, AttentionStep, attend_projected
 from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HfConfig
 from tokenspeed_jax.models.linear import Linear, QKVLinear
@@ -71,8 +71,8 @@ class Qwen3Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        q, k, v = self.qkv(x)
-        mixed = attend(rotate(self.q_norm(q)), rotate(self.k_norm(k)), v, self.spec, step)
+        prologue = AttentionPrologue(rotate, self.q_norm.norm, self.k_norm.norm)
+        mixed = attend_projected(self.qkv(x), prologue, self.spec, step)
         return self.out(mixed.reshape(x.shape[0], -1))
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep, LayerSpec, RecurrentSpec
 from tokenspeed_jax.models.decoder import CausalDecoder, DecoderConfig, decoder_fields
@@ -18,7 +17,7 @@ from tokenspeed_jax.models.gated_attention import GatedAttention, gated_attentio
 from tokenspeed_jax.models.gated_delta_net import DeltaNetShape, GatedDeltaNet, delta_net_rules
 from tokenspeed_jax.models.hf_config import FULL_ATTENTION, LINEAR_ATTENTION, HfConfig, UnsupportedConfig
 from tokenspeed_jax.models.llama import dense_mlp
-from tokenspeed_jax.models.norms import GemmaRMSNorm
+from tokenspeed_jax.models.norms import GemmaRMSNorm, Residual
 from tokenspeed_jax.models.rope import Rope, Rotation
 from tokenspeed_jax.models.weight_map import WeightRule, fused_rules, gated_mlp_rules, same, vocabulary_rules
 
@@ -103,11 +102,10 @@ class Qwen3_5Layer(nnx.Module):
         self.mlp_norm = GemmaRMSNorm(dim, epsilon, dtype=dtype)
         self.mlp = type(self).mlp_type(config, spec, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
-    ) -> Float[Array, "tokens hidden"]:
-        x = x + self.mixer(self.mixer_norm(x), rotate, step)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
+        x, normed = self.mixer_norm.after(stream)
+        x, normed = self.mlp_norm.after(Residual(x, self.mixer(normed, rotate, step)))
+        return Residual(x, self.mlp(normed))
 
 
 def ignored_qwen_tensors(config: Qwen3_5Config) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import LayerSpec
-from tokenspeed_jax.models.decoder import CausalDecoder, silu
+from tokenspeed_jax.models.decoder import CausalDecoder
 from tokenspeed_jax.models.experts import SparseMLP, expert_rules, routing_rule
 from tokenspeed_jax.models.gated_delta_net import DeltaNetShape
 from tokenspeed_jax.models.hf_config import HfConfig
@@ -74,7 +74,7 @@ class GatedSharedMLP(nnx.Module):
     def __init__(self, config: Qwen3NextConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         dim = config.hidden_size
         self.routed = SparseMLP(dim, config.expert_size, config.num_experts, config.routing, dtype=dtype, rngs=rngs)
-        self.shared = GatedMLP(dim, config.shared_size, silu, dtype=dtype, rngs=rngs)
+        self.shared = GatedMLP(dim, config.shared_size, "silu", dtype=dtype, rngs=rngs)
         self.shared_gate = Linear(dim, 1, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
@@ -88,7 +88,7 @@ def shared_or_dense_mlp(
     """A layer's feed-forward block."""
     if config.sparse[spec.layer_id]:
         return GatedSharedMLP(config, dtype=dtype, rngs=rngs)
-    return GatedMLP(config.hidden_size, config.intermediate_size, silu, dtype=dtype, rngs=rngs)
+    return GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
 
 class Qwen3NextLayer(Qwen3_5Layer):

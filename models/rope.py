@@ -6,13 +6,14 @@ Frequencies are computed once in NumPy float32, angles inside the step from the 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tokenspeed_jax.models.hf_config import HfConfig, UnsupportedConfig, positive_number
+from tokenspeed_jax.pallas_kernels.rotation import Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Rope:
         plain = (1.0 / np.power(np.float32(self.theta), exponents)).astype(np.float32)
         return plain if self.scaling is None else self.scaling.scale(plain, self.theta).astype(np.float32)
 
-    def at(self, positions: Int[Array, " tokens"]) -> "Rotation":
+    def at(self, positions: Int[Array, " tokens"]) -> Rotation:
         """The rotation of each position."""
         angles = positions.astype(jnp.float32)[:, None] * self.frequencies()
         factor = self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
@@ -213,19 +214,3 @@ def _yarn(parameters: Mapping[str, Any], number: Any, max_position_embeddings: i
         slow_turns=number("beta_slow", 1.0),
         whole_channels=bool(parameters.get("truncate", True)),
     )
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of every (token, pair of channels), float32."""
-
-    cos: Float[Array, "tokens half"]
-    sin: Float[Array, "tokens half"]
-
-    def __call__(self, x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-        """Turns each head's leading pairs of channels; computed in float32, returned in x's dtype."""
-        half = self.cos.shape[-1]
-        turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-        first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-        return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 
 from tokenspeed_jax.pallas_kernels.pages import PageView
 
-Implementation = Literal["reference", "xla", "mosaic"]
+Implementation = Literal["reference", "xla", "mosaic", "triton"]
+
+FASTEST_FIRST: tuple[Implementation, ...] = ("mosaic", "xla")
+"""What a call that names no implementation takes, the first that serves it. An operation for which measurements say
+otherwise has an order of its own."""
+NO_TRITON = "there is no Triton kernel for this operation"
 
 MOSAIC_HEAD_DIMS = (64, 128, 256)
 MOSAIC_TOKENS_PER_PAGE = 64
@@ -50,12 +55,27 @@ def check_sinks(sinks: jax.Array | None, num_heads: int) -> None:
         raise ValueError(f"sinks must be {num_heads} floats, one per head, got {sinks.dtype}{list(sinks.shape)}")
 
 
-def choose_implementation(asked: Implementation | None, refusal: str | None) -> Implementation:
-    """The implementation that was asked for, else the fastest; ValueError when Mosaic was asked for and refuses."""
+def choose_implementation(
+    asked: Implementation | None,
+    refusal: str | None,
+    *,
+    triton_refusal: str | None = NO_TRITON,
+    order: tuple[Implementation, ...] = FASTEST_FIRST,
+) -> Implementation:
+    """The implementation that was asked for, else the first of `order` that serves the call.
+
+    Args:
+        refusal: why Mosaic cannot serve the call; None when it can.
+        triton_refusal: the same of Triton.
+
+    Raises:
+        ValueError: the one that was asked for refuses.
+    """
+    refusals = {"mosaic": refusal, "triton": triton_refusal}
     if asked is None:
-        return "xla" if refusal else "mosaic"
-    if asked == "mosaic" and refusal:
-        raise ValueError(f"implementation 'mosaic' cannot serve this call: {refusal}")
+        return next(name for name in order if refusals.get(name) is None)
+    if reason := refusals.get(asked):
+        raise ValueError(f"implementation {asked!r} cannot serve this call: {reason}")
     return asked
 
 

@@ -141,16 +141,27 @@ def outputs(state: RowState) -> tuple[jax.Array, ...]:
 
 
 def log_weights(state: RowState) -> jax.Array:
-    """log2 of each row's sum of exp2(score); `MASKED` for rows that took no block."""
+    """log2 of each row's sum of exp2(score); `MASKED` for rows that took no block, finite for any sink."""
     taken = state.weight > 0
     weight = jnp.where(taken, state.weight, 1.0)
-    return jnp.where(taken, state.top + jnp.log(weight) * LOG2_E, MASKED)
+    return jnp.minimum(jnp.where(taken, state.top + jnp.log(weight) * LOG2_E, MASKED), -MASKED)
 
 
 def visible_columns(scores: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """Scores with `MASKED` at every column outside [low, high); the same columns for all rows."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where((column >= low) & (column < high), scores, MASKED)
+
+
+def base_two_scores(products: jax.Array, rule: ScoreRule) -> tuple[jax.Array, float]:
+    """Scores, and the positive factor that makes them `ScoreRule.score` in base-2 units.
+
+    A peak times the factor is the peak of the products, and the factor costs nothing inside the exponent's
+    multiply-add.
+    """
+    if rule.soft_cap is None and rule.scale > 0:
+        return products, rule.scale * LOG2_E
+    return _scaled(products, rule), 1.0
 
 
 def _scaled(products: jax.Array, rule: ScoreRule) -> jax.Array:

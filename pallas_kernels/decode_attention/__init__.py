@@ -1,5 +1,7 @@
 """Attention of one new token per sequence over its paged keys and values."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -18,6 +20,7 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 )
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
+from tokenspeed_jax.pallas_kernels.triton_calls import triton_missing
 
 __all__ = ["decode_attention", "mosaic_refusal"]
 
@@ -80,21 +83,28 @@ def decode_attention(
     check_vectors(page_table, {"kv_lens": (kv_lens, rows)})
     if page_table.shape[0] != rows:
         raise ValueError(f"page_table has {page_table.shape[0]} rows, q has {rows}")
-    implementation = choose_implementation(
-        implementation,
-        mosaic_refusal(
-            num_heads=q.shape[1],
-            num_kv_heads=k.page_shape[1],
-            head_dim=q.shape[2],
-            tokens_per_page=k.tokens_per_page,
-            dtype=q.dtype.name,
-            kv_dtype=k.dtype,
-        ),
+    refusal = mosaic_refusal(
+        num_heads=q.shape[1],
+        num_kv_heads=k.page_shape[1],
+        head_dim=q.shape[2],
+        tokens_per_page=k.tokens_per_page,
+        dtype=q.dtype.name,
+        kv_dtype=k.dtype,
     )
+    # The Triton kernel serves the same layers and is not the faster one: it runs where a call names it.
+    implementation = choose_implementation(implementation, refusal, triton_refusal=refusal or triton_missing())
     functions = {
         "reference": decode_attention_reference,
         "xla": decode_attention_xla,
         "mosaic": decode_attention_mosaic,
+        "triton": _in_triton,
     }
     with jax.named_scope("decode_attention"):
         return functions[implementation](q, k, v, page_table, kv_lens, rule, sinks)
+
+
+def _in_triton(*arguments: Any) -> Float[Array, "batch heads dim"]:
+    # Imported by the first call, since it imports an optional package.
+    from tokenspeed_jax.pallas_kernels.decode_attention.triton import decode_attention_triton
+
+    return decode_attention_triton(*arguments)

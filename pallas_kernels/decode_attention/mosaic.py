@@ -1,33 +1,36 @@
-"""Decode attention for Hopper GPUs, written with Mosaic GPU: split-KV over pages, one TMA per page and KV head.
+"""Decode attention for Hopper GPUs, written with Mosaic GPU: pieces of rows over pages, one TMA per page and KV head.
 
-    grid: (split, row, KV head); one block = two warpgroups, two blocks share a multiprocessor
+    grid: (block,), one block per multiprocessor (with head dim 64 several), of one or two pairs of warpgroups that know
+    nothing of each other; each pair walks the list of (piece of a row, KV head), see `pieces.py`
 
     loader warpgroup                 shared memory                       compute warpgroup
     ----------------                 -------------                       -----------------
-    q[row, head] --------- TMA ----> q [64, D]   (group's rows used) --> waits q once
     page id <- page_table
     waits k_free[slot]
     k[page, :, head] ----- TMA ----> k[slot] [64 tokens, D] ---------->  waits k_ready[slot]; S = q k^T (wgmma)
     waits v_free[slot]                                                   arrives k_free[slot]; online softmax
     v[page, :, head] ----- TMA ----> v[slot] [64 tokens, D] ---------->  waits v_ready[slot]; O += P v (wgmma)
-    ... next page, next slot                                             arrives v_free[slot]
+    waits q_free (after 1st page)                                        arrives v_free[slot]
+    q[row, head] --------- TMA ----> q [64, D]   (group's rows used) --> waits q_ready before the piece's first page
+    ... next page, next slot;                                            arrives q_free after its last
+        pages of the next piece
+        follow without a pause       out [64, 64] <-- registers          end of a piece: O / sum, 64 columns at a time
+    out[row, head] <------ TMA ----- (group's rows)
 
-                                     out [64, 64] <-- registers          at the end: O / sum, 64 columns at a time
-    out[split, row, head] <- TMA --- (group's rows)
-
-A sink joins a head's denominator exactly once: with one split at the end of its block, with several in the merge.
+With more than one piece a row, the outputs go to a float32 array together with the log of their weights, and a second
+kernel merges them (`merge.py`). A sink joins a head's denominator exactly once: in the row's first piece.
 
 The query heads of one KV head are the rows of the matrix product; up to 64 of them cost the same, and the product
-stays well below the time that its page takes to arrive. Each split owns a contiguous run of the row's visible pages,
-computed from `kv_lens`, so a short row in a wide table costs its own pages only. With several splits the partial
-outputs are float32 and a small XLA fusion merges them by their log weights.
+stays well below the time that its page takes to arrive. TMA writes swizzled memory by 8 rows, so a group comes with
+heads of its neighbours, whose results nobody takes; nor those of rows that were never written.
 
 A page's rows beyond the length or below the window get weight 0, not skipped: they must be finite.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,45 +38,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
+from tokenspeed_jax.pallas_kernels.decode_attention.merge import merge_pieces, partial_shape
+from tokenspeed_jax.pallas_kernels.decode_attention.pieces import PAGE, DecodeTiling, RowCut, piece_order
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
-PAGE = 64
 MAX_GROUP = blocks.ROWS  # query heads of one KV head are rows of one product
-ROW_PIECE = 8  # rows of one swizzled tile: query groups are padded to whole tiles
-MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the choice of splits depends on it
-SPLIT_OVERHEAD_PAGES = 3  # what starting and merging a split costs, in pages that it could have read
+ROW_PIECE = 8  # rows of one swizzled tile
+COMPUTE_REGISTERS = 208  # with two pairs, of the 512 that four warpgroups share; one thread of each
+LOADER_REGISTERS = 40
 
 Ref = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeTiling:
-    """How the kernel is cut; the results do not depend on `stages`.
-
-    Attributes:
-        splits: blocks that share one row and KV head.
-        stages: pages in flight per block.
-    """
-
-    splits: int
-    stages: int
-
-    @classmethod
-    def choose(cls, *, rows: int, kv_heads: int, columns: int, head_dim: int) -> "DecodeTiling":
-        """The number of splits that wastes least of the GPU for a full table."""
-        per_multiprocessor = 2 if head_dim <= 128 else 1
-        slots = MULTIPROCESSORS * per_multiprocessor
-
-        def cost(splits: int) -> int:
-            waves = -(-rows * kv_heads * splits // slots)
-            return waves * (-(-columns // splits) + (SPLIT_OVERHEAD_PAGES if splits > 1 else 0))
-
-        stages = {64: 4, 128: 2, 256: 2}[head_dim]
-        return cls(min(range(1, min(columns, slots) + 1), key=cost), stages)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "tiling", "interpret"))
@@ -92,74 +70,171 @@ def decode_attention_mosaic(
     """See `decode_attention`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
     batch, heads, dim = q.shape
     kv_heads = k.page_shape[1]
-    groups = heads // kv_heads
-    columns = page_table.shape[1]
+    group = heads // kv_heads
+    if _tile_rows(group) > blocks.ROWS:
+        missing = blocks.ROWS - group
+        full = jnp.pad(q.reshape(batch, kv_heads, group, dim), ((0, 0), (0, 0), (0, missing), (0, 0)))
+        if sinks is not None:
+            sinks = jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, missing))).reshape(-1)
+        out = decode_attention_mosaic(
+            full.reshape(batch, -1, dim), k, v, page_table, kv_lens, rule, sinks, tiling=tiling, interpret=interpret
+        )
+        return out.reshape(full.shape)[:, :, :group].reshape(q.shape)
     if tiling is None:
-        tiling = DecodeTiling.choose(rows=batch, kv_heads=kv_heads, columns=columns, head_dim=dim)
-    padded = -(-groups // ROW_PIECE) * ROW_PIECE
-    grouped = q.reshape(batch, kv_heads, groups, dim)
-    if padded != groups:
-        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - groups), (0, 0)))
-    partial = tiling.splits > 1
-    out_dtype = jnp.dtype(jnp.float32 if partial else q.dtype)
-    shape = (tiling.splits, batch, kv_heads, padded)
-    out_type: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct((*shape, dim), out_dtype)]
-    scratch: dict[str, Any] = {
-        "q_smem": blocks.swizzled(blocks.ROWS, dim, dtype=q.dtype),
-        "k_smem": blocks.swizzled(tiling.stages, PAGE, dim, dtype=q.dtype),
-        "v_smem": blocks.swizzled(tiling.stages, PAGE, dim, dtype=q.dtype),
-        "out_smem": plgpu.SMEM((blocks.ROWS, blocks.CHUNK), out_dtype),
-        "q_ready": plgpu.Barrier(),
-        "k_ready": plgpu.Barrier(num_barriers=tiling.stages),
-        "v_ready": plgpu.Barrier(num_barriers=tiling.stages),
-        "k_free": plgpu.Barrier(num_barriers=tiling.stages),
-        "v_free": plgpu.Barrier(num_barriers=tiling.stages),
-    }
-    if partial:
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
-    kernel_sinks = [] if sinks is None or partial else [sinks]
+        tiling = DecodeTiling.choose(
+            rows=batch,
+            kv_heads=kv_heads,
+            columns=page_table.shape[1],
+            head_dim=dim,
+            sliding_window=rule.sliding_window,
+        )
+    result = jax.ShapeDtypeStruct((batch, kv_heads, group, dim), q.dtype)
+    split = tiling.most_pieces > 1
+    partials = jax.ShapeDtypeStruct(partial_shape(batch, kv_heads, group, dim, tiling), jnp.float32)
+    out_type = partials if split else result
+    lens = kv_lens.astype(jnp.int32)
+    orders = [piece_order(lens, rule, tiling)] if split and batch > 1 else []
     kernel = plgpu.kernel(
         functools.partial(
             _block,
             rule=rule,
             tiling=tiling,
             first_rows=(k.first_row, v.first_row),
-            sink_heads=groups if kernel_sinks else 0,
+            group=group,
+            ordered=bool(orders),
             interpreted=interpret is not None,
         ),
         out_type=out_type,
-        scratch_types=scratch,
-        grid=(tiling.splits, batch, kv_heads),
-        grid_names=("split", "row", "head"),
-        num_threads=2,
+        scratch_types=_scratch(dim, tiling, q.dtype, out_type.dtype),
+        grid=(min(tiling.blocks, batch * tiling.most_pieces * kv_heads),),
+        grid_names=("block",),
+        num_threads=2 * tiling.pairs,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="decode_attention",
     )
-    indices = page_table.astype(jnp.int32), kv_lens.astype(jnp.int32)
-    results = kernel(grouped, k.typed(), v.typed(), *indices, *kernel_sinks)
-    out = results[0][..., :groups, :]
-    if not partial:
-        return out.reshape(q.shape)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(kv_heads, groups)
-    return _merge(out, results[1][..., :groups], sinks).reshape(q.shape).astype(q.dtype)
+    optional = orders + ([] if sinks is None else [sinks])
+    out = kernel(q.reshape(batch * heads, dim), k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
+    if split:
+        out = merge_pieces(out, lens, rule, tiling, out_type=result, interpret=interpret)
+    return out.reshape(q.shape)
 
 
-def _merge(
-    out: Float32[Array, "splits batch heads group dim"],
-    log_weight: Float32[Array, "splits batch heads group"],
-    sinks: Float32[Array, "heads group"] | None,
-) -> Float32[Array, "batch heads group dim"]:
-    """Joins the splits' outputs; one that took no page has weight exactly 0 unless none took any."""
-    top = log_weight.max(axis=0)
-    weight = jnp.exp2(log_weight - top)
-    total = weight.sum(axis=0)
-    if sinks is not None:
-        total += jnp.exp2(sinks * blocks.LOG2_E - top)
-    return (out * weight[..., None]).sum(axis=0) / total[..., None]
+def _tile_rows(group: int) -> int:
+    """Rows that hold a group's queries wherever it begins among tiles of `ROW_PIECE`."""
+    last_offset = ROW_PIECE - math.gcd(group, ROW_PIECE)
+    return -(-(last_offset + group) // ROW_PIECE) * ROW_PIECE
+
+
+def _scratch(dim: int, tiling: DecodeTiling, dtype: jnp.dtype, out_dtype: jnp.dtype) -> dict[str, Any]:
+    """Shared memory and barriers of one block."""
+    slots = tiling.pairs * tiling.stages
+    return {
+        "q_smem": blocks.swizzled(tiling.pairs, blocks.ROWS, dim, dtype=dtype),
+        "k_smem": blocks.swizzled(slots, PAGE, dim, dtype=dtype),
+        "v_smem": blocks.swizzled(slots, PAGE, dim, dtype=dtype),
+        "out_smem": plgpu.SMEM((tiling.pairs, blocks.ROWS, blocks.CHUNK), out_dtype),
+        "q_ready": plgpu.Barrier(num_barriers=tiling.pairs),
+        "q_free": plgpu.Barrier(num_barriers=tiling.pairs),
+        "k_ready": plgpu.Barrier(num_barriers=slots),
+        "v_ready": plgpu.Barrier(num_barriers=slots),
+        "k_free": plgpu.Barrier(num_barriers=slots),
+        "v_free": plgpu.Barrier(num_barriers=slots),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """One piece of a row and one KV head.
+
+    Attributes:
+        number: pieces that the pair of warpgroups took before.
+        slot: where its output goes, `row * most_pieces + index`.
+        index: which piece of the row it is.
+        begin, steps: its pages, as columns of the table.
+        low, length: visible tokens of the row, [low, length).
+        query_tile, query_offset: its queries are rows of `q` behind `query_tile` tiles and `query_offset` rows.
+    """
+
+    number: jax.Array
+    row: jax.Array
+    head: jax.Array
+    slot: jax.Array
+    index: jax.Array
+    begin: jax.Array
+    steps: jax.Array
+    low: jax.Array
+    length: jax.Array
+    query_tile: jax.Array
+    query_offset: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The pieces of one pair of warpgroups, for either of them."""
+
+    pair: jax.Array
+    lens_ref: Ref
+    order_ref: Ref | None
+    rows: int
+    kv_heads: int
+    group: int
+    rule: ScoreRule
+    tiling: DecodeTiling
+
+    def run(self, body: Callable[[_Piece, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Calls `body(piece, pages before it)`, which returns the pages after it; returns all pieces and pages."""
+        items, pairs = self.rows * self.tiling.most_pieces * self.kv_heads, self.tiling.pairs
+        grid, block = min(self.tiling.blocks, items), lax.axis_index("block")
+        stride = pairs * grid
+        # The pairs of a block take neighbouring heads of a piece, or none has two while another block has nothing.
+        begin = block * pairs + self.pair if items >= stride else self.pair * grid + block
+
+        def take(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            number, slot, pages = state
+            item = begin + number * stride
+            # Read ahead: its latency passes under the pages of this piece.
+            following = self._slot(item + stride)
+            piece = self._piece(number, slot, lax.rem(item, self.kv_heads))
+            return number + 1, following, body(piece, pages)
+
+        start = (jnp.int32(0), self._slot(begin), jnp.int32(0))
+        number, _, pages = lax.while_loop(lambda state: state[1] >= 0, take, start)
+        return number, pages
+
+    def _slot(self, item: jax.Array) -> jax.Array:
+        """The slot of an item of the list, whose fastest axis are the KV heads; -1 beyond its end."""
+        place = lax.div(item, self.kv_heads)
+        if self.order_ref is not None:
+            return self.order_ref[jnp.minimum(place, self.order_ref.shape[0] - 1)] - 1
+        count = self.rows
+        if self.tiling.most_pieces > 1:
+            count = RowCut.of(self.lens_ref[0], self.rule, self.tiling).pieces
+        return jnp.where(place < count, place, -1)
+
+    def _piece(self, number: jax.Array, slot: jax.Array, head: jax.Array) -> _Piece:
+        row = lax.div(slot, self.tiling.most_pieces)
+        index = slot - row * self.tiling.most_pieces
+        length = self.lens_ref[row]
+        cut = RowCut.of(length, self.rule, self.tiling)
+        first = index * cut.share
+        steps = jnp.minimum(cut.share, cut.pages - first)
+        query = (row * self.kv_heads + head) * self.group
+        tile = lax.div(query, ROW_PIECE)
+        return _Piece(
+            number=number,
+            row=row,
+            head=head,
+            slot=slot,
+            index=index,
+            begin=cut.first_page + first,
+            steps=steps,
+            low=cut.low,
+            length=length,
+            query_tile=tile,
+            query_offset=query - tile * ROW_PIECE,
+        )
 
 
 def _block(
@@ -168,108 +243,128 @@ def _block(
     v_ref: Ref,
     table_ref: Ref,
     lens_ref: Ref,
-    *sinks_and_results: Ref,
+    *others: Ref,
     rule: ScoreRule,
     tiling: DecodeTiling,
     first_rows: tuple[int, int],
-    sink_heads: int,
+    group: int,
+    ordered: bool,
     interpreted: bool,
     **scratch: Ref,
 ) -> None:
-    split, row, head = (lax.axis_index(name) for name in ("split", "row", "head"))
-    length = lens_ref[row]
-    low = jnp.int32(0) if rule.sliding_window is None else jnp.maximum(length - rule.sliding_window, 0)
-    first_page = lax.div(low, PAGE)
-    pages = lax.div(length + (PAGE - 1), PAGE) - first_page
-    share = lax.div(pages + (tiling.splits - 1), tiling.splits)
-    begin = first_page + split * share
-    steps = jnp.maximum(jnp.minimum(share, first_page + pages - begin), 0)
-    place = (split, row, head)
+    *optional, out_ref = others
+    order_ref = optional.pop(0) if ordered else None
+    sinks_ref = optional[0] if optional else None
+    rows, kv_heads = table_ref.shape[0], k_ref.shape[2]
+    warpgroup = lax.axis_index("warpgroup")
+    pair = lax.rem(warpgroup, tiling.pairs)
+    walk = _Walk(pair, lens_ref, order_ref, rows, kv_heads, group, rule, tiling)
 
-    sinks_ref, *results = sinks_and_results if sink_heads else (None, *sinks_and_results)
-
-    @pl.when(lax.axis_index("warpgroup") == 0)
+    @pl.when(warpgroup < tiling.pairs)
     def _compute() -> None:
-        sinks = None if sinks_ref is None else _group_sinks(sinks_ref, head, sink_heads)
-        _attend(results, sinks, place, begin, steps, low, length, rule, tiling, interpreted, scratch)
+        if tiling.pairs > 1:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        attend = functools.partial(_attend, out_ref, sinks_ref, group, pair)
+        walk.run(functools.partial(attend, rule=rule, tiling=tiling, interpreted=interpreted, scratch=scratch))
+        plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(lax.axis_index("warpgroup") == 1)
+    @pl.when(warpgroup >= tiling.pairs)
     def _load() -> None:
-        _load_pages(q_ref, k_ref, v_ref, table_ref, place, begin, steps, tiling, first_rows, scratch)
+        if tiling.pairs > 1:
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        load = functools.partial(_load_piece, q_ref, k_ref, v_ref, table_ref, group, pair)
+        pieces, pages = walk.run(functools.partial(load, first_rows=first_rows, tiling=tiling, scratch=scratch))
+        pl.when(pieces > 0)(functools.partial(plgpu.barrier_wait, scratch["q_free"].at[pair]))
+
+        @pl.loop(jnp.maximum(pages - tiling.stages, 0), pages)
+        def _drain(page: jax.Array) -> None:
+            slot = _page_slot(page, pair, tiling)
+            plgpu.barrier_wait(scratch["k_free"].at[slot])
+            plgpu.barrier_wait(scratch["v_free"].at[slot])
 
 
-def _load_pages(
+def _page_slot(page: jax.Array, pair: jax.Array, tiling: DecodeTiling) -> jax.Array:
+    """Where a pair's page with this running number lies in shared memory."""
+    return pair * tiling.stages + lax.rem(page, tiling.stages)
+
+
+def _load_piece(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
     table_ref: Ref,
-    place: tuple[jax.Array, jax.Array, jax.Array],
-    begin: jax.Array,
-    steps: jax.Array,
-    tiling: DecodeTiling,
+    group: int,
+    pair: jax.Array,
+    piece: _Piece,
+    before: jax.Array,
+    *,
     first_rows: tuple[int, int],
+    tiling: DecodeTiling,
     scratch: dict[str, Ref],
-) -> None:
-    _, row, head = place
+) -> jax.Array:
+    """Starts the copies of one piece, `before` pages after the pair's first; returns the pages after it."""
     last_column = table_ref.shape[1] - 1
-    group = q_ref.shape[2]
-    plgpu.copy_gmem_to_smem(q_ref.at[row, head], scratch["q_smem"].at[pl.ds(0, group)], scratch["q_ready"])
 
     def load(step: jax.Array, page: jax.Array) -> jax.Array:
-        slot = lax.rem(step, tiling.stages)
+        done = before + step
+        slot = _page_slot(done, pair, tiling)
         # The next id is fetched before the wait, which hides its latency.
-        following = table_ref[row, jnp.minimum(begin + step + 1, last_column)]
+        following = table_ref[piece.row, jnp.minimum(piece.begin + step + 1, last_column)]
         for name, ref, first_row in (("k", k_ref, first_rows[0]), ("v", v_ref, first_rows[1])):
-            pl.when(step >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch[f"{name}_free"].at[slot]))
+            pl.when(done >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch[f"{name}_free"].at[slot]))
             plgpu.copy_gmem_to_smem(
-                ref.at[page + first_row, :, head], scratch[f"{name}_smem"].at[slot], scratch[f"{name}_ready"].at[slot]
+                ref.at[page + first_row, :, piece.head],
+                scratch[f"{name}_smem"].at[slot],
+                scratch[f"{name}_ready"].at[slot],
             )
         return following
 
-    lax.fori_loop(0, steps, load, table_ref[row, jnp.minimum(begin, last_column)])
+    first = jnp.minimum(piece.steps, 1)
+    page = lax.fori_loop(0, first, load, table_ref[piece.row, jnp.minimum(piece.begin, last_column)])
+    # Behind the first page, which may go ahead while the piece before still needs its queries.
+    pl.when(piece.number > 0)(functools.partial(plgpu.barrier_wait, scratch["q_free"].at[pair]))
+    rows = _tile_rows(group)
+    queries = pl.ds(piece.query_tile * ROW_PIECE, rows)
+    plgpu.copy_gmem_to_smem(q_ref.at[queries], scratch["q_smem"].at[pair, pl.ds(0, rows)], scratch["q_ready"].at[pair])
+    lax.fori_loop(first, piece.steps, load, page)
+    return before + piece.steps
 
-    @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
-    def _drain(step: jax.Array) -> None:
-        slot = lax.rem(step, tiling.stages)
-        plgpu.barrier_wait(scratch["k_free"].at[slot])
-        plgpu.barrier_wait(scratch["v_free"].at[slot])
 
-
-def _group_sinks(sinks_ref: Ref, head: jax.Array, group: int) -> jax.Array:
+def _group_sinks(sinks_ref: Ref, piece: _Piece, group: int) -> jax.Array:
     """The sinks of one KV head's query heads, in the rows of those heads; any value in the rows of none."""
     row = plgpu.broadcasted_iota(jnp.int32, (blocks.ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-    loaded = [sinks_ref[head * group + i].astype(jnp.float32) for i in range(group)]
+    row -= piece.query_offset
+    loaded = [sinks_ref[piece.head * group + i].astype(jnp.float32) for i in range(group)]
     return functools.reduce(lambda sinks, i: jnp.where(row == i, loaded[i], sinks), range(1, group), loaded[0])
 
 
 def _attend(
-    results: Sequence[Ref],
-    sinks: jax.Array | None,
-    place: tuple[jax.Array, jax.Array, jax.Array],
-    begin: jax.Array,
-    steps: jax.Array,
-    low: jax.Array,
-    length: jax.Array,
+    out_ref: Ref,
+    sinks_ref: Ref | None,
+    group: int,
+    pair: jax.Array,
+    piece: _Piece,
+    before: jax.Array,
+    *,
     rule: ScoreRule,
     tiling: DecodeTiling,
     interpreted: bool,
     scratch: dict[str, Ref],
-) -> None:
-    out_ref, *log_refs = results
-    group, dim = out_ref.shape[-2:]
-    plgpu.barrier_wait(scratch["q_ready"])
+) -> jax.Array:
+    """Attends to one piece, `before` pages after the pair's first; returns the pages after it."""
+    plgpu.barrier_wait(scratch["q_ready"].at[pair])
 
     def step_through(step: jax.Array, state: blocks.RowState) -> blocks.RowState:
-        slot = lax.rem(step, tiling.stages)
-        start = (begin + step) * PAGE
+        slot = _page_slot(before + step, pair, tiling)
+        start = (piece.begin + step) * PAGE
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         state = blocks.add_block(
             state,
-            scratch["q_smem"],
+            scratch["q_smem"].at[pair],
             scratch["k_smem"].at[slot],
             scratch["v_smem"].at[slot],
             rule=rule,
-            mask=lambda scores: blocks.visible_columns(scores, low - start, length - start),
+            mask=lambda scores: blocks.visible_columns(scores, piece.low - start, piece.length - start),
             keys_read=lambda: plgpu.barrier_arrive(scratch["k_free"].at[slot]),
             await_values=lambda: plgpu.barrier_wait(scratch["v_ready"].at[slot]),
             interpreted=interpreted,
@@ -277,18 +372,28 @@ def _attend(
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return state
 
-    state = lax.fori_loop(0, steps, step_through, blocks.empty_state(dim))
-    if sinks is not None:
-        state = blocks.join_sinks(state, sinks)
-    out_smem = scratch["out_smem"]
-    for i, chunk in enumerate(blocks.outputs(state)):
+    dim = scratch["q_smem"].shape[2]
+    state = lax.fori_loop(0, piece.steps, step_through, blocks.empty_state(dim))
+    plgpu.barrier_arrive(scratch["q_free"].at[pair])
+    if sinks_ref is not None:
+        sinks = _group_sinks(sinks_ref, piece, group)
+        state = blocks.join_sinks(state, sinks + jnp.where(piece.index == 0, 0.0, -jnp.inf))
+    _store(out_ref, state, piece, group, tiling, scratch["out_smem"].at[pair])
+    return before + piece.steps
+
+
+def _store(
+    out_ref: Ref, state: blocks.RowState, piece: _Piece, group: int, tiling: DecodeTiling, out_smem: Ref
+) -> None:
+    """Starts the copies of a piece's results; the last may still read `out_smem`."""
+    chunks = blocks.outputs(state)
+    if tiling.most_pieces > 1:
+        logs = blocks.log_weights(state)
+        chunks = (*chunks, lax.broadcast_in_dim(logs, chunks[0].shape, [0]))
+    place = piece.slot, piece.head, pl.ds(0, group)
+    for i, chunk in enumerate(chunks):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_smem[...] = chunk.astype(out_smem.dtype)
         plgpu.commit_smem()
         columns = pl.ds(i * blocks.CHUNK, blocks.CHUNK)
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, group)], out_ref.at[(*place, slice(None), columns)])
-        plgpu.wait_smem_to_gmem(0)
-    for log_ref in log_refs:
-        scratch["log_smem"][...] = blocks.log_weights(state)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch["log_smem"].at[pl.ds(0, group)], log_ref.at[place])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(piece.query_offset, group)], out_ref.at[(*place, columns)])

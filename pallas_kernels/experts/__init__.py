@@ -20,13 +20,13 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 __all__ = ["Activation", "RoutingRule", "expert_mlp", "mosaic_refusal", "route"]
 
 
-def mosaic_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
-    """Why the kernel for Hopper GPUs cannot serve these experts on the default device; None when it can.
+def mosaic_refusal(*, hidden: int, inner: int, top_k: int, dtypes: set[str]) -> str | None:
+    """Why the kernels for Hopper GPUs cannot serve these experts on the default device; None when they can.
 
     Args:
         dtypes: of the tokens and of both weights.
     """
-    return hopper_refusal() or mosaic_shape_refusal(hidden=hidden, inner=inner, dtypes=dtypes)
+    return hopper_refusal() or mosaic_shape_refusal(hidden=hidden, inner=inner, top_k=top_k, dtypes=dtypes)
 
 
 def expert_mlp(
@@ -68,6 +68,7 @@ def expert_mlp(
     refusal = mosaic_refusal(
         hidden=x.shape[1],
         inner=down.shape[2],
+        top_k=expert_ids.shape[1],
         dtypes={x.dtype.name, gate_up.dtype.name, down.dtype.name},
     )
     implementation = choose_implementation(implementation, refusal)

@@ -2,8 +2,8 @@
 
     grid: one persistent block per multiprocessor; its items are (tile, block of output columns), columns fastest
 
-    loader warpgroup                 shared memory                       compute warpgroups (1, or 2 of 64 rows)
-    ----------------                 -------------                       ---------------------------------------
+    loader warpgroup                 shared memory                       compute warpgroups (1 to 3, 64 rows each)
+    ----------------                 -------------                       -----------------------------------------
     expert <- expert_of_tile
     waits free[slot] (all)
     x[tile rows, chunk] -- TMA ----> x[slot] [64 a warpgroup, 64] ---->  waits ready[slot]
@@ -14,10 +14,11 @@
                                      out ------------- TMA ----------->  result[tile rows, columns]
 
 The first product's two weight blocks are the same columns of gate and up, so that the activation needs no other block
-and its inputs never leave the registers; the second product's are neighbours. XLA sorts the tokens into tiles before
-(`tiles.py`) and sums each token's choices after. A tile has room for twice an even load, from 8 to 128 rows: the
-matrix units take 64 in any case, and what they compute of rows that no copy filled is not stored. With few tokens the
-time is that of reading the weights, once for each tile, and no expert without a tile is read.
+and its inputs never leave the registers; the second product's are neighbours. One kernel copies the tokens into tiles
+before (`dispatch.py`), one sums each token's choices after (`combination.py`). A tile has from 8 to 192 rows: the
+matrix units take 64 in any case, and what they compute of rows that no copy filled is not stored. A warpgroup whose 64
+rows hold no token passes the item by. With few tokens the time is that of reading the weights, once for each tile, and
+no expert without a tile is read.
 """
 
 import dataclasses
@@ -34,7 +35,9 @@ from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
-from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, tile_rows_for
+from tokenspeed_jax.pallas_kernels.experts.combination import combination_refusal, combine_mosaic
+from tokenspeed_jax.pallas_kernels.experts.dispatch import MAX_HIDDEN, MAX_TOP_K, PlacedTiles, dispatch_mosaic
+from tokenspeed_jax.pallas_kernels.experts.tiles import MOSAIC_COLUMNS, mosaic_tile_rows, tile_capacity
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import combine, expert_mlp_xla
 
@@ -42,7 +45,8 @@ CHUNK = 64  # input channels per stage: one 128-byte swizzle of 16-bit values
 MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; only the number of blocks depends on it
 SHARED_BYTES = 226 * 1024  # of a multiprocessor, without what barriers take
 MAX_STAGES = 8
-COLUMN_BLOCKS = ((2, 128), (1, 192), (2, 64), (1, 64))  # of a plain product: weight blocks, columns of each
+# Registers of a compute thread and of a loading one, by the number of compute warpgroups.
+REGISTERS = {2: (232, 40), 3: (160, 24)}
 
 Ref = Any
 
@@ -73,7 +77,7 @@ class ProductTiling:
         """
         fitting = [
             (count, columns)
-            for count, columns in COLUMN_BLOCKS
+            for count, columns in MOSAIC_COLUMNS
             if (not gated or count == 2) and outputs % (columns if gated else count * columns) == 0
         ]
 
@@ -97,8 +101,12 @@ class ProductTiling:
         return min(self.rows, blocks.ROWS)
 
 
-def mosaic_shape_refusal(*, hidden: int, inner: int, dtypes: set[str]) -> str | None:
-    """Why the kernel cannot serve these experts on any GPU; None when it can."""
+def mosaic_shape_refusal(*, hidden: int, inner: int, top_k: int, dtypes: set[str]) -> str | None:
+    """Why the kernels cannot serve these experts on any GPU; None when they can."""
+    if top_k > MAX_TOP_K:
+        return f"{top_k} experts per token are more than {MAX_TOP_K}"
+    if hidden > MAX_HIDDEN:
+        return f"hidden size {hidden} is above {MAX_HIDDEN}"
     if len(dtypes) > 1:
         return f"tokens and weights have different dtypes: {', '.join(sorted(dtypes))}"
     dtype = jnp.dtype(next(iter(dtypes)))
@@ -133,13 +141,19 @@ def _expert_mlp(
     expert_ids: Int[Array, "tokens top_k"],
     expert_weights: Float[Array, "tokens top_k"],
 ) -> Float[Array, "tokens hidden"]:
-    num_experts = weights.gate_up.shape[0]
-    rows = tile_rows_for(expert_ids.size, num_experts, headroom=2)  # a second tile would read the weights again
-    tiles = ExpertTiles.of(expert_ids, num_experts, rows)
-    x_tiles, gate_up_bias = x[tiles.token_of_slot], weights.gate_up_bias
-    inner = grouped_product(x_tiles, weights.gate_up, gate_up_bias, tiles, rows, activation, interpret=interpret)
-    y = grouped_product(inner, weights.down, weights.down_bias, tiles, rows, None, interpret=interpret)
-    return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
+    num_experts, hidden, width = weights.down.shape
+    rows = mosaic_tile_rows(expert_ids.size, num_experts)
+    most = tile_capacity(expert_ids.size, num_experts, rows)
+    first = ProductTiling.choose(rows, width, gated=True, tiles=most)
+    second = ProductTiling.choose(rows, hidden, gated=False, tiles=most)
+    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, rows, interpret=interpret)
+    inner = grouped_product(
+        x_slots, weights.gate_up, weights.gate_up_bias, tiles, first, activation, interpret=interpret
+    )
+    y = grouped_product(inner, weights.down, weights.down_bias, tiles, second, None, interpret=interpret)
+    if combination_refusal(hidden):
+        return combine(y, tiles.slot_of_choice, expert_weights).astype(x.dtype)
+    return combine_mosaic(y, tiles.slot_of_choice, expert_weights, interpret=interpret)
 
 
 def _forward(activation: GatedActivation, interpret: Any, *arguments: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -162,20 +176,18 @@ def grouped_product(
     x: Float[Array, "slots channels"],
     weights: Float[Array, "experts out channels"],
     bias: Float[Array, "experts out"] | None,
-    tiles: ExpertTiles,
-    rows: int,
+    tiles: PlacedTiles,
+    tiling: ProductTiling,
     activation: GatedActivation | None,
     *,
     interpret: Any = None,
 ) -> Float[Array, "slots columns"]:
-    """Each tile's rows times its expert's weights, plus its bias; rows of dead tiles stay undefined.
+    """Each tile's rows times its expert's weights, plus its bias; rows that hold no token stay undefined.
 
     With an activation the first half of `out` are gates, the second ups, and `columns` is half of `out`.
     """
     gated = activation is not None
     outputs = weights.shape[1] // 2 if gated else weights.shape[1]
-    tiling = ProductTiling.choose(rows, outputs, gated=gated, tiles=tiles.expert_of_tile.size)
-    width = tiling.columns * (1 if gated else tiling.weight_blocks)
     scratch = {
         "x_smem": blocks.swizzled(tiling.stages, tiling.warpgroups, blocks.ROWS, CHUNK, dtype=x.dtype),
         "w_smem": blocks.swizzled(tiling.stages, tiling.weight_blocks, tiling.columns, CHUNK, dtype=x.dtype),
@@ -183,6 +195,7 @@ def grouped_product(
         "ready": plgpu.Barrier(num_arrivals=tiling.warpgroups + tiling.weight_blocks, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
     }
+    width = tiling.columns * (1 if gated else tiling.weight_blocks)
     items = tiles.expert_of_tile.size * (outputs // width)
     kernel = plgpu.kernel(
         functools.partial(_block, tiling=tiling, activation=activation),
@@ -197,13 +210,14 @@ def grouped_product(
         kernel_name="experts_gate_up" if gated else "experts_down",
     )
     biases = () if bias is None else (bias,)
-    return kernel(x, weights, tiles.expert_of_tile, tiles.num_live.reshape(1), *biases)
+    return kernel(x, weights, tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_live, *biases)
 
 
 def _block(
     x_ref: Ref,
     w_ref: Ref,
     expert_ref: Ref,
+    rows_ref: Ref,
     live_ref: Ref,
     *bias_and_out_ref: Ref,
     tiling: ProductTiling,
@@ -242,20 +256,23 @@ def _block(
     @pl.when(warpgroup < tiling.warpgroups)
     def _compute() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(232, action="increase")
-        _multiply(x_ref.shape[1] // CHUNK, out_ref, items, place, add_bias, warpgroup, tiling, activation, scratch)
+            plgpu.set_max_registers(REGISTERS[tiling.warpgroups][0], action="increase")
+        _multiply(
+            x_ref.shape[1] // CHUNK, out_ref, rows_ref, items, place, add_bias, warpgroup, tiling, activation, scratch
+        )
 
     @pl.when(warpgroup == tiling.warpgroups)
     def _load() -> None:
         if tiling.warpgroups > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        _load_chunks(x_ref, w_ref, expert_ref, items, place, second, tiling, scratch)
+            plgpu.set_max_registers(REGISTERS[tiling.warpgroups][1], action="decrease")
+        _load_chunks(x_ref, w_ref, expert_ref, rows_ref, items, place, second, tiling, scratch)
 
 
 def _load_chunks(
     x_ref: Ref,
     w_ref: Ref,
     expert_ref: Ref,
+    rows_ref: Ref,
     items: jax.Array,
     place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     second: int,
@@ -267,7 +284,7 @@ def _load_chunks(
     @pl.loop(0, items)
     def _item(item: jax.Array) -> None:
         tile, column = place(item)
-        expert = expert_ref[tile]
+        expert, live_rows = expert_ref[tile], rows_ref[tile]
 
         @pl.loop(0, chunks)
         def _chunk(chunk: jax.Array) -> None:
@@ -282,7 +299,11 @@ def _load_chunks(
             for i in range(tiling.warpgroups):
                 x_rows = pl.ds(tile * tiling.rows + i * blocks.ROWS, tiling.rows_each)
                 x_smem = scratch["x_smem"].at[slot, i, pl.ds(0, tiling.rows_each)]
-                plgpu.copy_gmem_to_smem(x_ref.at[x_rows, channels], x_smem, ready)
+                copy = functools.partial(plgpu.copy_gmem_to_smem, x_ref.at[x_rows, channels], x_smem, ready)
+                if i == 0:
+                    copy()
+                else:
+                    lax.cond(live_rows > i * blocks.ROWS, copy, functools.partial(plgpu.barrier_arrive, ready))
 
     steps = items * chunks
 
@@ -294,6 +315,7 @@ def _load_chunks(
 def _multiply(
     chunks: int,
     out_ref: Ref,
+    rows_ref: Ref,
     items: jax.Array,
     place: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     add_bias: Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]],
@@ -304,15 +326,16 @@ def _multiply(
 ) -> None:
     out_smem = scratch["out_smem"].at[warpgroup]
 
-    @pl.loop(0, items)
-    def _item(item: jax.Array) -> None:
+    def slot_of(item: jax.Array, chunk: jax.Array | int) -> jax.Array:
+        return lax.rem(item * chunks + chunk, tiling.stages)
+
+    def product(item: jax.Array) -> None:
         tile, column = place(item)
 
         def accumulate(*accumulators: Ref) -> tuple[jax.Array, ...]:
             @pl.loop(0, chunks)
             def _chunk(chunk: jax.Array) -> None:
-                step = item * chunks + chunk
-                slot = lax.rem(step, tiling.stages)
+                slot = slot_of(item, chunk)
                 plgpu.barrier_wait(scratch["ready"].at[slot])
                 for i, accumulator in enumerate(accumulators):
                     w_smem = scratch["w_smem"].at[slot, i]
@@ -321,13 +344,13 @@ def _multiply(
 
                 @pl.when(chunk > 0)
                 def _release() -> None:
-                    plgpu.barrier_arrive(scratch["free"].at[lax.rem(step - 1, tiling.stages)])
+                    plgpu.barrier_arrive(scratch["free"].at[slot_of(item, chunk - 1)])
 
             return tuple(accumulator[...] for accumulator in accumulators)
 
         accumulator = blocks.gpu.ACC((blocks.ROWS, tiling.columns), jnp.float32)
         products = pl.run_scoped(accumulate, *[accumulator] * tiling.weight_blocks)
-        plgpu.barrier_arrive(scratch["free"].at[lax.rem(item * chunks + chunks - 1, tiling.stages)])
+        plgpu.barrier_arrive(scratch["free"].at[slot_of(item, chunks - 1)])
         products = add_bias(products, item)
         results = products if activation is None else (activation(*products),)
         rows = pl.ds(tile * tiling.rows + warpgroup * blocks.ROWS, tiling.rows_each)
@@ -337,5 +360,22 @@ def _multiply(
             plgpu.commit_smem()
             columns = pl.ds(column + i * tiling.columns, tiling.columns)
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, tiling.rows_each)], out_ref.at[rows, columns])
+
+    def pass_by(item: jax.Array) -> None:
+        """For a warpgroup whose rows of the tile hold no token."""
+
+        @pl.loop(0, chunks)
+        def _chunk(chunk: jax.Array) -> None:
+            slot = slot_of(item, chunk)
+            plgpu.barrier_wait(scratch["ready"].at[slot])
+            plgpu.barrier_arrive(scratch["free"].at[slot])
+
+    @pl.loop(0, items)
+    def _item(item: jax.Array) -> None:
+        if tiling.warpgroups == 1:
+            product(item)
+        else:
+            is_live = rows_ref[place(item)[0]] > warpgroup * blocks.ROWS
+            lax.cond(is_live, product, pass_by, item)
 
     plgpu.wait_smem_to_gmem(0)

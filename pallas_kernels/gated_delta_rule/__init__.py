@@ -31,8 +31,15 @@ from tokenspeed_jax.pallas_kernels.recurrent_rows import (
 )
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_refusal
 from tokenspeed_jax.pallas_kernels.state_step import state_step_mosaic, state_step_refusal
+from tokenspeed_jax.pallas_kernels.triton_calls import triton_missing
 
-__all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step"]
+__all__ = ["DeltaRuleInputs", "gated_delta_rule", "gated_delta_rule_step", "triton_refusal"]
+
+# Over many tokens, by the number of axes of the gates (bench/RESULTS.md): with a gate a head both Mosaic kernels lead;
+# with one a channel Mosaic only walks, over terms that XLA makes, and Triton's kernels take a third of the time.
+FASTEST_FIRST: dict[int, tuple[Implementation, ...]] = {2: ("mosaic", "triton", "xla"), 3: ("triton", "mosaic", "xla")}
+TRITON_KEY_DIM = 128
+TRITON_VALUE_TILE = 64
 
 
 class DeltaRuleInputs(NamedTuple):
@@ -54,6 +61,19 @@ class DeltaRuleInputs(NamedTuple):
     beta: Float[Array, "tokens heads"]
 
 
+def triton_refusal(*, key_dim: int, value_dim: int, dtype: jnp.dtype | str) -> str | None:
+    """Why the Triton kernels cannot serve many tokens of this shape on the default device; None when they can."""
+    if refusal := hopper_refusal() or triton_missing():
+        return refusal
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"values of {jnp.dtype(dtype)} are not bfloat16, the range and precision that its products have"
+    if key_dim != TRITON_KEY_DIM:
+        return f"key dim {key_dim} is not {TRITON_KEY_DIM}"
+    if value_dim % TRITON_VALUE_TILE:
+        return f"value dim {value_dim} is no multiple of {TRITON_VALUE_TILE}"
+    return None
+
+
 def gated_delta_rule(
     inputs: DeltaRuleInputs,
     initial_states: Float[Array, "rows heads value_dim key_dim"],
@@ -71,16 +91,28 @@ def gated_delta_rule(
     """
     check_delta_rule(inputs, initial_states.shape[1:])
     check_implementation(implementation)
-    shape = {"key_dim": inputs.k.shape[2], "value_dim": inputs.v.shape[2]}
-    refusal = hopper_refusal() or state_scan_refusal(**shape, dtype=inputs.v.dtype)
-    implementation = choose_implementation(implementation, refusal)
+    shape = {"key_dim": inputs.k.shape[2], "value_dim": inputs.v.shape[2], "dtype": inputs.v.dtype}
+    refusal = hopper_refusal() or state_scan_refusal(**shape)
+    implementation = choose_implementation(
+        implementation, refusal, triton_refusal=triton_refusal(**shape), order=FASTEST_FIRST[inputs.log_decay.ndim]
+    )
     functions = {
         "reference": gated_delta_rule_reference,
         "xla": gated_delta_rule_xla,
         "mosaic": gated_delta_rule_mosaic,
+        "triton": _in_triton,
     }
     with jax.named_scope("gated_delta_rule"):
         return with_gradients(functions[implementation], gated_delta_rule_all_chunks)(inputs, initial_states, rows)
+
+
+def _in_triton(
+    inputs: DeltaRuleInputs, initial_states: Float[Array, "rows heads value_dim key_dim"], rows: RecurrentRows
+) -> RecurrentResult:
+    # Imported by the first call, since it imports an optional package.
+    from tokenspeed_jax.pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
+
+    return gated_delta_rule_triton(inputs, initial_states, rows)
 
 
 def gated_delta_rule_step(

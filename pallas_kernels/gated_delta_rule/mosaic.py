@@ -1,9 +1,18 @@
-"""The gated delta rule by chunks on Hopper GPUs: terms of all chunks in XLA, the walk over them in one kernel."""
+"""The gated delta rule by chunks on Hopper GPUs.
+
+With one gate a head: two kernels, one for the terms of all chunks (`terms_mosaic.py`), one that walks them
+(`walk_mosaic.py`). With a gate a channel: terms in XLA, and the walk that all recurrences share (`state_scan.py`).
+"""
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.chunk_table import ChunkTable
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.terms_mosaic import delta_rule_terms_mosaic
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.token_lines import TOKENS
+from tokenspeed_jax.pallas_kernels.gated_delta_rule.walk_mosaic import delta_rule_walk_mosaic
 from tokenspeed_jax.pallas_kernels.gated_delta_rule.xla import chunk_terms
 from tokenspeed_jax.pallas_kernels.recurrent_rows import RecurrentResult, RecurrentRows
 from tokenspeed_jax.pallas_kernels.state_scan import state_scan_mosaic
@@ -17,5 +26,13 @@ def gated_delta_rule_mosaic(
     interpret: Any = None,
 ) -> RecurrentResult:
     """See `gated_delta_rule`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
-    terms_of, dtype = chunk_terms(inputs.v.dtype), inputs.v.dtype
-    return state_scan_mosaic(terms_of, tuple(inputs), initial_states, rows, dtype, interpret=interpret)
+    q, k, v, log_decay, beta = inputs
+    dtype = v.dtype
+    if log_decay.ndim == 3:
+        return state_scan_mosaic(chunk_terms(dtype), tuple(inputs), initial_states, rows, dtype, interpret=interpret)
+    q, k = q.astype(dtype), k.astype(dtype)
+    table = ChunkTable.cut(rows, v.shape[0], TOKENS)
+    terms = delta_rule_terms_mosaic(q, k, v, log_decay, beta, table, interpret=interpret)
+    out, states = delta_rule_walk_mosaic(q, k, terms, initial_states.astype(jnp.float32), table, interpret=interpret)
+    held = jnp.arange(v.shape[0]) < rows.starts[-1]
+    return RecurrentResult(jnp.where(held[:, None, None], out, jnp.zeros((), dtype)), states[0], states[1])

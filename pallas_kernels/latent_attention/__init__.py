@@ -1,8 +1,8 @@
 """Multi-head latent attention over one paged cache of latents that all heads share (arXiv 2405.04434, section 2.1).
 
 A cached row is a token's latent beside its positional key. Decode reads it *absorbed*: the expansion to keys has gone
-into the query, the one to values is left to the caller. Prefill *expands* keys and values of all heads as it walks the
-pages. Both give the same attention.
+into the query, the one to values is left to the caller. Prefill *expands* the cached rows to keys and values of all
+heads. Both give the same attention.
 """
 
 import jax
@@ -19,6 +19,8 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import latent_decode_attention_mosaic
 from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import shape_refusal as decode_shape_refusal
 from tokenspeed_jax.pallas_kernels.latent_attention.decode_xla import latent_decode_attention_xla
+from tokenspeed_jax.pallas_kernels.latent_attention.prefill_mosaic import latent_prefill_attention_mosaic
+from tokenspeed_jax.pallas_kernels.latent_attention.prefill_mosaic import shape_refusal as prefill_shape_refusal
 from tokenspeed_jax.pallas_kernels.latent_attention.prefill_xla import latent_prefill_attention_xla
 from tokenspeed_jax.pallas_kernels.latent_attention.reference import (
     latent_decode_attention_reference,
@@ -44,9 +46,18 @@ def decode_mosaic_refusal(
     )
 
 
-def prefill_mosaic_refusal() -> str:
-    """Why no kernel for Hopper GPUs serves prefill."""
-    return "latent prefill has no kernel of its own; XLA expands the latents and attends"
+def prefill_mosaic_refusal(
+    *, nope_dim: int, rope_dim: int, value_dim: int, tokens_per_page: int, dtype: str, cache_dtype: str
+) -> str | None:
+    """Why the kernel for Hopper GPUs cannot serve prefill of these layers on the default device; None when it can."""
+    return hopper_refusal() or prefill_shape_refusal(
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=value_dim,
+        tokens_per_page=tokens_per_page,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
 
 
 def latent_decode_attention(
@@ -148,8 +159,22 @@ def latent_prefill_attention(
         raise ValueError(f"q has shape {q.shape}, expected [tokens, {heads}, {query_dim}]")
     count = page_table.shape[0]
     check_vectors(page_table, {"kv_lens": (kv_lens, count), "query_starts": (query_starts, count + 1)})
-    implementation = choose_implementation(implementation, prefill_mosaic_refusal())
-    functions = {"reference": latent_prefill_attention_reference, "xla": latent_prefill_attention_xla}
+    implementation = choose_implementation(
+        implementation,
+        prefill_mosaic_refusal(
+            nope_dim=nope_dim,
+            rope_dim=row_dim - latent_dim,
+            value_dim=value.shape[1],
+            tokens_per_page=rows.tokens_per_page,
+            dtype=q.dtype.name,
+            cache_dtype=rows.dtype,
+        ),
+    )
+    functions = {
+        "reference": latent_prefill_attention_reference,
+        "xla": latent_prefill_attention_xla,
+        "mosaic": latent_prefill_attention_mosaic,
+    }
     with jax.named_scope("latent_prefill_attention"):
         return functions[implementation](q, key, value, rows, page_table, query_starts, kv_lens, ScoreRule(scale))
 

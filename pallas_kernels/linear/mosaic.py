@@ -1,6 +1,6 @@
 """Linear layers of few tokens for Hopper GPUs, written with Mosaic GPU: the time is that of reading the weights.
 
-    grid: one block per (tile of output columns, split of the input channels); a tile's splits are a cluster
+    grid: one block per tile of output columns
 
     loader warpgroup                 shared memory                        compute warpgroup
     ----------------                 -------------                        -----------------
@@ -9,18 +9,15 @@
     x[:, chunk] ---------- TMA ----> x[slot] [64 rows, 64] ----------->   acc += x w^T (wgmma), one in flight
     ... next chunk, next slot                                             arrives free[slot - 1]
 
-                  other blocks of the cluster                             with splits: its columns of acc go to each
-                  parts [splits - 1, 64, columns / splits] <- st.async -- of the others; waits arrived; adds up what
-                                                                          the others sent, in a fixed order
-    y[:, its columns] <--- TMA ----- out [64, its columns] <- registers   + bias, or gate(left) * right; rounds
+    y[:, tile] <---------- TMA ----- out [64, columns] <-- registers      + bias, or gate(left) * right; rounds
 
 A matrix product takes 64 rows in any case, so up to 64 tokens cost the same there; rows that no copy filled are
 multiplied and not stored. Copies of fewer than 8 rows reach beyond the array, where the copy engine reads nothing.
 
-Every tile reads all tokens, through the L2 cache whose bandwidth is only 1.3 times the memory's. So with many tokens
-the tiles are wide, and the input channels are split over a cluster to give every multiprocessor a part. The sum over
-the splits goes through the cluster's shared memory: XLA's split products write float32 sums and add them in a kernel
-of their own, 1.1 to 2.9 us three times a layer.
+XLA's products of few rows split the input channels, write float32 sums and add them in a kernel of their own. Here a
+tile has all input channels, and its width is chosen so that one wave of tiles fills the GPU: tiles of 32 columns are
+narrow enough for 4,096 outputs, and what each reads of the tokens comes from the L2 cache. Splits over a cluster that
+exchange their sums through its shared memory were no faster with two blocks, and a third slower with four.
 """
 
 import dataclasses
@@ -45,12 +42,8 @@ MAX_STAGES = 16
 ROW_PIECE = 8  # rows of one swizzled tile
 OWN_COLUMNS = 16  # what a block stores comes in multiples of 32 bytes
 COLUMNS = (32, 48, 64, 96, 128, 192)  # of a tile
-SPLITS = (1, 2, 4)
-SMALLEST_WEIGHT = 1 << 21  # elements; of smaller ones the launch is what counts
-
-# What `LinearTiling.choose` weighs, in bytes per second: of the memory, of the L2 cache, of one multiprocessor's port.
-MEMORY_RATE, CACHE_RATE, PORT_RATE = 4.3e12, 5.5e12, 75e9
-EXCHANGE_SECONDS = 0.7e-6
+SMALLEST_WEIGHT = 1 << 24  # elements; below, the launch is what counts
+FEWEST_TOKENS = 17  # with fewer, XLA's products are as fast
 
 Ref = Any
 
@@ -61,48 +54,30 @@ class LinearTiling:
 
     Attributes:
         columns: rows of the weight per tile; with a gate half of them are the gate's.
-        splits: blocks that share a tile's input channels.
         stages: chunks in flight per block.
     """
 
     columns: int
-    splits: int
     stages: int
 
     @classmethod
-    def choose(cls, *, tokens: int, outputs: int, channels: int, gated: bool) -> "LinearTiling":
-        """The tiling that a count of bytes expects to be the fastest."""
-        fitting = [
-            cls.with_all_stages(columns, splits)
-            for columns in COLUMNS
-            for splits in ((1,) if gated else SPLITS)
-            if outputs % columns == 0
-            and channels % (CHUNK * splits) == 0
-            and columns % (OWN_COLUMNS * (2 if gated else splits)) == 0
-        ]
-        return min(fitting, key=lambda tiling: tiling.seconds(tokens=tokens, outputs=outputs, channels=channels))
+    def choose(cls, *, tokens: int, outputs: int, gated: bool) -> "LinearTiling":
+        """The tiling that lets a multiprocessor read the least, over all its tiles."""
+
+        def rows_read(columns: int) -> int:
+            waves = -(-outputs // columns // MULTIPROCESSORS)
+            return waves * (columns + tokens)
+
+        own = OWN_COLUMNS * (2 if gated else 1)
+        fitting = [columns for columns in COLUMNS if outputs % columns == 0 and columns % own == 0]
+        return cls.with_all_stages(min(fitting, key=rows_read))
 
     @classmethod
-    def with_all_stages(cls, columns: int, splits: int) -> "LinearTiling":
+    def with_all_stages(cls, columns: int) -> "LinearTiling":
         """As many stages as shared memory has room for."""
-        parts = 4 * blocks.ROWS * (columns // splits) * (splits - 1)
         out = 2 * blocks.ROWS * columns
         stage = 2 * CHUNK * (blocks.ROWS + columns)
-        return cls(columns, splits, min(MAX_STAGES, (SHARED_BYTES - parts - out) // stage))
-
-    def seconds(self, *, tokens: int, outputs: int, channels: int) -> float:
-        """Roughly what the product takes."""
-        tiles = outputs // self.columns
-        waves = -(-tiles * self.splits // MULTIPROCESSORS)
-        weights = 2 * outputs * channels
-        rows = -(-tokens // ROW_PIECE) * ROW_PIECE
-        block = 2 * (self.columns + rows) * channels / self.splits
-        limits = (
-            weights / MEMORY_RATE,
-            (weights + 2 * tiles * rows * channels) / CACHE_RATE,
-            waves * block / PORT_RATE,
-        )
-        return max(limits) + (EXCHANGE_SECONDS if self.splits > 1 else 0.0)
+        return cls(columns, min(MAX_STAGES, (SHARED_BYTES - out) // stage))
 
 
 def mosaic_shape_refusal(*, tokens: int, outputs: int, channels: int, dtypes: set[str], gated: bool) -> str | None:
@@ -112,15 +87,17 @@ def mosaic_shape_refusal(*, tokens: int, outputs: int, channels: int, dtypes: se
     dtype = jnp.dtype(next(iter(dtypes)))
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype.name} is neither bfloat16 nor float16, which the matrix units take"
+    if tokens < FEWEST_TOKENS:
+        return f"{tokens} tokens are fewer than {FEWEST_TOKENS}, for which XLA's products are as fast"
     if tokens > blocks.ROWS:
         return f"{tokens} tokens are more than {blocks.ROWS}, for which XLA's products are as fast"
-    if outputs * channels < SMALLEST_WEIGHT:
-        return f"a weight of {outputs} x {channels} is too small to gain by"
     if channels % CHUNK:
         return f"{channels} input channels are no multiple of {CHUNK}"
     step = 2 * COLUMNS[0] if gated else COLUMNS[0]
     if outputs % step:
         return f"{outputs} rows of the weight are no multiple of {step}"
+    if outputs * channels < SMALLEST_WEIGHT:
+        return f"a weight of {outputs} x {channels} is too small to gain by"
     return None
 
 
@@ -133,11 +110,9 @@ def linear_mosaic(
     tiling: LinearTiling | None = None,
     interpret: Any = None,
 ) -> Float[Array, "tokens outputs"]:
-    """See `linear`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU, which knows no splits."""
+    """See `linear`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
     if tiling is None:
-        tiling = LinearTiling.choose(
-            tokens=x.shape[0], outputs=weight.shape[0], channels=x.shape[1], gated=gate is not None
-        )
+        tiling = LinearTiling.choose(tokens=x.shape[0], outputs=weight.shape[0], gated=gate is not None)
     return _linear(gate, tiling, interpret, x, weight, bias)
 
 
@@ -146,19 +121,13 @@ def linear_mosaic(
 def _linear(
     gate: str | None, tiling: LinearTiling, interpret: Any, x: jax.Array, weight: jax.Array, bias: jax.Array | None
 ) -> Float[Array, "tokens outputs"]:
-    own = tiling.columns // (tiling.splits if gate is None else 2)
     scratch: dict[str, Any] = {
         "x_smem": blocks.swizzled(tiling.stages, blocks.ROWS, CHUNK, dtype=x.dtype),
         "w_smem": blocks.swizzled(tiling.stages, tiling.columns, CHUNK, dtype=x.dtype),
-        "out_smem": _tiled(blocks.ROWS, own, dtype=x.dtype),
+        "out_smem": _tiled(blocks.ROWS, tiling.columns // (1 if gate is None else 2), dtype=x.dtype),
         "ready": plgpu.Barrier(num_arrivals=2 if gate is None else 3, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=tiling.stages),
     }
-    cluster: dict[str, Any] = {}
-    if tiling.splits > 1:
-        scratch["parts"] = _tiled(tiling.splits - 1, blocks.ROWS, own, dtype=jnp.dtype(jnp.float32))
-        scratch["arrived"] = plgpu.Barrier(num_arrivals=tiling.splits - 1)
-        cluster = {"cluster": (tiling.splits,), "cluster_names": ("split",)}
     kernel = plgpu.kernel(
         functools.partial(_block, gate=gate, tiling=tiling),
         out_type=jax.ShapeDtypeStruct((x.shape[0], weight.shape[0] // (1 if gate is None else 2)), x.dtype),
@@ -170,7 +139,6 @@ def _linear(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="linear" if gate is None else "linear_gated",
-        **cluster,
     )
     return kernel(x, weight, *(() if bias is None else (bias,)))
 
@@ -210,46 +178,35 @@ def _block(
 ) -> None:
     *bias_refs, out_ref = bias_and_out_ref
     tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
-    split = lax.axis_index("split") if tiling.splits > 1 else jnp.int32(0)
-    chunks = x_ref.shape[1] // CHUNK // tiling.splits
     # A start that is not known ahead lets copies of whole pieces reach beyond the last row.
     rows = pl.ds(tile * 0, -(-x_ref.shape[0] // ROW_PIECE) * ROW_PIECE)
 
     @pl.when(warpgroup == 1)
     def _load() -> None:
-        _load_chunks(x_ref, w_ref, rows, tile, split * chunks, chunks, gate is not None, tiling, scratch)
+        _load_chunks(x_ref, w_ref, rows, tile, gate is not None, tiling, scratch)
 
     @pl.when(warpgroup == 0)
     def _compute() -> None:
-        product = _multiply(chunks, tiling, scratch)
-        own = tiling.columns // (tiling.splits if gate is None else 2)
-        first = tile * (tiling.columns if gate is None else own)
+        product = _multiply(x_ref.shape[1] // CHUNK, tiling, scratch)
+        width = tiling.columns // (1 if gate is None else 2)
 
-        def bias_at(start: jax.Array | int) -> jax.Array:
-            values = bias_refs[0].at[pl.ds(start, own)]
+        def with_bias(part: jax.Array, start: jax.Array) -> jax.Array:
+            if not bias_refs:
+                return part
+            values = bias_refs[0].at[pl.ds(start, width)]
             row = blocks.gpu.load(values, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(row.astype(jnp.float32), (blocks.ROWS, own), [1])
+            return part + lax.broadcast_in_dim(row.astype(jnp.float32), part.shape, [1])
 
-        def store(result: jax.Array, start: jax.Array | int) -> None:
-            out_smem = scratch["out_smem"]
-            out_smem[...] = result.astype(out_ref.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows.size)], out_ref.at[rows, pl.ds(start, own)])
-
-        if gate is not None:
-            left, right = product[:, :own], product[:, own:]
-            if bias_refs:
-                left, right = left + bias_at(first), right + bias_at(first + out_ref.shape[1])
-            store(gate_by_exponential(gate, left) * right, first)
+        if gate is None:
+            result = with_bias(product, tile * width)
         else:
-            for part in range(tiling.splits):
-
-                @pl.when(split == part)
-                def _finish(part: int = part) -> None:
-                    start = first + part * own
-                    total = _exchange(product, part, own, tiling, scratch)
-                    store(total + bias_at(start) if bias_refs else total, start)
-
+            left = with_bias(product[:, :width], tile * width)
+            right = with_bias(product[:, width:], tile * width + out_ref.shape[1])
+            result = gate_by_exponential(gate, left) * right
+        out_smem = scratch["out_smem"]
+        out_smem[...] = result.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows.size)], out_ref.at[rows, pl.ds(tile * width, width)])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -258,12 +215,11 @@ def _load_chunks(
     w_ref: Ref,
     rows: pl.Slice,
     tile: jax.Array,
-    first_chunk: jax.Array,
-    chunks: int,
     gated: bool,
     tiling: LinearTiling,
     scratch: dict[str, Ref],
 ) -> None:
+    chunks = x_ref.shape[1] // CHUNK
     parts = 2 if gated else 1
     width = tiling.columns // parts
 
@@ -271,7 +227,7 @@ def _load_chunks(
     def _chunk(chunk: jax.Array) -> None:
         slot = lax.rem(chunk, tiling.stages)
         ready = scratch["ready"].at[slot]
-        channels = pl.ds((first_chunk + chunk) * CHUNK, CHUNK)
+        channels = pl.ds(chunk * CHUNK, CHUNK)
         pl.when(chunk >= tiling.stages)(functools.partial(plgpu.barrier_wait, scratch["free"].at[slot]))
         for part in range(parts):
             weight_rows = pl.ds(tile * width + part * (w_ref.shape[0] // 2), width)
@@ -285,7 +241,7 @@ def _load_chunks(
 
 
 def _multiply(chunks: int, tiling: LinearTiling, scratch: dict[str, Ref]) -> Float[Array, "64 columns"]:
-    """The block's product over its input channels."""
+    """The tile's product over all input channels."""
 
     def accumulate(accumulator: Ref) -> jax.Array:
         @pl.loop(0, chunks)
@@ -304,25 +260,3 @@ def _multiply(chunks: int, tiling: LinearTiling, scratch: dict[str, Ref]) -> Flo
     product = pl.run_scoped(accumulate, blocks.gpu.ACC((blocks.ROWS, tiling.columns), jnp.float32))
     plgpu.barrier_arrive(scratch["free"].at[(chunks - 1) % tiling.stages])
     return product
-
-
-def _exchange(
-    product: Float[Array, "64 columns"], part: int, own: int, tiling: LinearTiling, scratch: dict[str, Ref]
-) -> Float[Array, "64 own"]:
-    """The sum of all splits' products in the columns of split `part`, which is this block; the others get theirs."""
-    for distance in range(1, tiling.splits):
-        to = (part + distance) % tiling.splits
-        plgpu.async_store_smem(
-            product[:, to * own : (to + 1) * own],
-            scratch["parts"].at[distance - 1],
-            scratch["arrived"],
-            cluster_idx=jnp.int32(to),
-            cluster_dim="split",
-            optimized=False,
-        )
-    total = product[:, part * own : (part + 1) * own]
-    if tiling.splits > 1:
-        plgpu.barrier_wait(scratch["arrived"])
-    for distance in range(tiling.splits - 1):
-        total = total + scratch["parts"][distance]
-    return total

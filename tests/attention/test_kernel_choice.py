@@ -3,12 +3,18 @@
 import jax
 import pytest
 
-from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals
+from tokenspeed_jax.attention.kernel_choice import kernel_families, mosaic_refusals, triton_refusal
 from tokenspeed_jax.attention.kernel_page_sizes import kernel_page_size
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, RecurrentSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention, recurrences
+from tokenspeed_jax.pallas_kernels import (
+    decode_attention,
+    gated_delta_rule,
+    latent_attention,
+    prefill_attention,
+    recurrences,
+)
 
 HEADS = AttentionSpec(0, num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
 LATENT = LatentAttentionSpec(1, num_heads=128, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, scale=1.0)
@@ -30,17 +36,17 @@ def test_each_group_is_read_by_the_kernels_of_its_layers() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_on_a_hopper_gpu_only_latent_prefill_runs_in_xla() -> None:
-    refusals = mosaic_refusals((HEADS, LATENT, STATE), BINDINGS, PAGES, "bfloat16")
-    assert list(refusals) == ["latent prefill"]
-    assert refusals["latent prefill"].startswith("layer 1: ")
+def test_on_a_hopper_gpu_the_kernels_serve_every_kind_of_layer() -> None:
+    assert mosaic_refusals((HEADS, LATENT, STATE), BINDINGS, PAGES, "bfloat16") == {}
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_a_latent_layer_that_the_decode_kernel_cannot_serve_says_why() -> None:
+def test_a_latent_layer_that_a_kernel_cannot_serve_says_why() -> None:
     refusals = mosaic_refusals((LATENT,), BINDINGS[1:2], {"latents": 32}, "bfloat16")
     assert refusals["latent decode"] == "layer 1: pages hold 32 tokens, the kernel takes 64"
-    assert "float32" in mosaic_refusals((LATENT,), BINDINGS[1:2], PAGES, "float32")["latent decode"]
+    assert list(refusals) == ["latent decode"]
+    refusals = mosaic_refusals((LATENT,), BINDINGS[1:2], PAGES, "float32")
+    assert all("float32" in refusals[f"latent {operation}"] for operation in ("decode", "prefill"))
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -61,6 +67,19 @@ def test_a_recurrence_that_the_kernels_cannot_serve_says_why(
     assert list(refusals) == ["recurrence"]
     assert refusals["recurrence"].startswith("layer 1: ")
     assert reason in refusals["recurrence"]
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_only_a_delta_rule_that_triton_does_not_serve_has_a_reason_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    delta = RecurrentSpec(3, (64, 4), (4, 128, 128), channel_gates=True)
+    others = (HEADS, LATENT, STATE, RecurrentSpec(4, (64, 4), None))
+    monkeypatch.setattr(gated_delta_rule, "hopper_refusal", lambda: None)
+    monkeypatch.setattr(gated_delta_rule, "triton_missing", lambda: "the package jax-triton is not installed")
+    assert triton_refusal(others, "bfloat16") is None
+    assert triton_refusal((*others, delta), "bfloat16") == "layer 3: the package jax-triton is not installed"
+    monkeypatch.setattr(gated_delta_rule, "triton_missing", lambda: None)
+    assert triton_refusal((*others, delta), "bfloat16") is None
+    assert "float32" in str(triton_refusal((delta,), "float32"))
 
 
 def test_elsewhere_every_reason_names_the_device() -> None:

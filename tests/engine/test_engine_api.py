@@ -121,6 +121,17 @@ def test_a_stream_yields_what_generate_returns(engine: Engine) -> None:
     assert reasons == [None] * 11 + ["length"]
 
 
+def test_a_stream_whose_loop_is_gone_is_aborted_quietly(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    before = engine.stats().finished.get("abort", 0)
+    loop = asyncio.new_event_loop()
+    stream = engine.stream(ids(9), SamplingParams(max_tokens=400, ignore_eos=True))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    engine.generate(ids(9), SamplingParams(max_tokens=400, ignore_eos=True))  # outlives it, unless nobody aborts
+    assert engine.stats().finished.get("abort", 0) == before + 1
+    assert caplog.text == ""
+
+
 def test_leaving_a_stream_aborts_its_request(engine: Engine) -> None:
     async def leave() -> None:
         stream = engine.stream(ids(8), SamplingParams(max_tokens=400, ignore_eos=True), request_id="left")

@@ -1,5 +1,6 @@
 """The Mosaic kernels on a Hopper GPU against their references, at the shapes that models have."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from tokenspeed_jax.pallas_kernels import decode_attention as decode_op
 from tokenspeed_jax.pallas_kernels import prefill_attention as prefill_op
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
-from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import DecodeTiling, decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.decode_attention.mosaic import decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.decode_attention.pieces import DecodeTiling
 from tokenspeed_jax.pallas_kernels.prefill_attention import prefill_attention
 from tokenspeed_jax.pallas_kernels.problems import PagedProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
@@ -26,8 +28,8 @@ RULES = {
     "sinks": {"with_sinks": True},
     "window_and_sinks": {"sliding_window": 128, "with_sinks": True},
 }
-# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, gpt-oss, multi-query, and a group that fills the matrix rows.
-GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (64, 8, 64), (12, 1, 128), (64, 1, 64), (16, 8, 256)]
+# Heads, KV heads, head dim: SmolLM2, Gemma 3, Qwen3-8B, gpt-oss, multi-query, groups that fill the matrix rows.
+GEOMETRIES = [(9, 3, 64), (4, 1, 256), (32, 8, 128), (64, 8, 64), (12, 1, 128), (64, 1, 64), (63, 1, 64), (16, 8, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -88,16 +90,64 @@ def test_decode_equals_the_reference(geometry, rule):
     np.testing.assert_array_equal(np.asarray(out[0], np.float32), 0.0)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 70])
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2, 7, 70])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_decode_is_right_for_any_number_of_splits(splits, dtype):
+def test_decode_is_right_for_any_number_of_pieces(pieces, pairs, dtype):
     problem = problem_for((32, 8, 128), [(1, length) for length in DECODE_LENS], {}, columns=70, dtype=dtype)
     for rule in ({}, {"with_sinks": True}):
         sinks = options_of(problem, rule)["sinks"]
         out = decode_attention_mosaic(
-            *problem.decode_arguments(), ScoreRule(0.1), sinks, tiling=DecodeTiling(splits, 2)
+            *problem.decode_arguments(), ScoreRule(0.1), sinks, tiling=DecodeTiling(pieces, 1, 5, 2, pairs)
         )
         assert_close(out, decode(problem, "reference", rule))
+
+
+@pytest.mark.parametrize(
+    ("lens", "geometry", "rule"),
+    [
+        ([700] * 40 + [32768, 0] + [900] * 22, (32, 8, 128), {"with_sinks": True}),
+        ([700] * 40 + [32768, 0] + [900] * 22, (9, 3, 64), {}),
+        ([32768], (32, 8, 128), {}),
+        ([32768], (4, 1, 256), {"with_sinks": True}),
+        ([1024] * 15 + [3000], (32, 8, 128), {}),
+        ([1024] * 16, (32, 8, 128), {}),
+        ([1000], (32, 8, 128), {"with_sinks": True}),
+    ],
+    ids=["mixed", "mixed_narrow", "one_long", "one_long_wide", "ragged", "whole", "one_short"],
+)
+def test_decode_is_right_for_the_tiling_that_a_batch_gets(lens, geometry, rule):
+    problem = problem_for(geometry, [(1, length) for length in lens], rule)
+    out = decode(problem, "mosaic", rule)
+    few = np.unique([0, int(np.argmax(lens)), len(lens) - 1])
+    q, k, v, table, kv_lens = problem.decode_arguments()
+    reference = functools.partial(decode_attention, scale=0.1, implementation="reference", **options_of(problem, rule))
+    assert_close(out[few], reference(q[few], k, v, table[few], kv_lens[few]))
+    np.testing.assert_array_equal(np.asarray(out[np.asarray(lens) == 0], np.float32), 0.0)
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (out, decode(problem, "mosaic", rule))))
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 6, 7, 58, 59, 60])
+def test_decode_is_right_for_any_group_of_heads(group):
+    """Groups begin anywhere among the tiles of eight rows that are copied; `GEOMETRIES` has other groups."""
+    problem = problem_for((3 * group, 3, 64), [(1, length) for length in (200, 64, 3000)], {})
+    assert_close(decode(problem, "mosaic", {}), decode(problem, "reference", {}))
+
+
+def test_decode_reads_no_page_that_its_row_does_not_see():
+    """Tables point beyond a row's pages, and below its window, at a page of NaN."""
+    for rule in ({}, {"sliding_window": 640}):
+        problem = problem_for((32, 8, 128), [(1, length) for length in (1, 700, 5000)], rule)
+        q, k, v, table, lens = problem.decode_arguments()
+        null = [dataclasses.replace(view, plane=view.plane.at[view.first_row].set(0xFF)) for view in (k, v)]
+        column = np.arange(table.shape[1])
+        unseen = column >= -(-np.asarray(lens)[:, None] // 64)
+        if rule:
+            unseen |= column < np.maximum(np.asarray(lens)[:, None] - 640, 0) // 64
+        table = jnp.pad(jnp.where(unseen, 0, table), ((0, 0), (0, 100)))
+        run = functools.partial(decode_attention, scale=0.1, **rule)
+        out = run(q, *null, table, lens, implementation="mosaic")
+        assert_close(out, run(q, k, v, table, lens, implementation="reference"))
 
 
 def test_a_sink_of_minus_infinity_is_none_and_a_huge_one_takes_all():

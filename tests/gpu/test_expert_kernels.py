@@ -11,7 +11,11 @@ from flax import nnx
 from tokenspeed_jax.models.experts import Router
 from tokenspeed_jax.pallas_kernels import experts as op
 from tokenspeed_jax.pallas_kernels.experts import RoutingRule, expert_mlp, route
+from tokenspeed_jax.pallas_kernels.experts.combination import combine_mosaic
+from tokenspeed_jax.pallas_kernels.experts.dispatch import dispatch_mosaic
 from tokenspeed_jax.pallas_kernels.experts.problems import ExpertProblem
+from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, mosaic_tile_rows
+from tokenspeed_jax.pallas_kernels.experts.xla import combine
 
 # (experts, top k, hidden, inner): Qwen3-30B-A3B, MiniMax-M2, Qwen3-Next, gpt-oss, one expert, and a tiny layer.
 GEOMETRIES = [
@@ -58,6 +62,35 @@ def test_kernel_equals_the_reference(geometry, tokens, load):
 def test_long_steps_equal_the_portable_form():
     case = problem(GEOMETRIES[0], 8192)
     assert_close(run(case, "mosaic"), run(case, "xla"))
+
+
+# Tokens, experts, experts per token: blocks count for themselves; a kernel counts before; XLA adds up its counts.
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k"),
+    [(1, 128, 8), (64, 128, 8), (64, 512, 10), (100, 4, 4), (1000, 128, 8), (8192, 128, 8), (9000, 1, 1)],
+)
+@pytest.mark.parametrize("load", ["even", "one", "few"])
+def test_tokens_stand_where_the_portable_form_puts_them(tokens, num_experts, top_k, load):
+    case = problem((num_experts, top_k, 2048, 64), tokens, load)
+    rows = mosaic_tile_rows(tokens * top_k, num_experts)
+    x_slots, tiles = jax.jit(dispatch_mosaic, static_argnums=(2, 3))(case.x, case.expert_ids, num_experts, rows)
+    expected = ExpertTiles.of(case.expert_ids, num_experts, rows)
+    live, slots = int(expected.num_live), expected.slot_of_choice
+    np.testing.assert_array_equal(tiles.slot_of_choice, slots)
+    np.testing.assert_array_equal(tiles.num_live, [live])
+    np.testing.assert_array_equal(tiles.expert_of_tile[:live], expected.expert_of_tile[:live])
+    used = np.bincount(np.asarray(slots).reshape(-1) // rows, minlength=tiles.rows_of_tile.size)
+    np.testing.assert_array_equal(tiles.rows_of_tile, used)
+    assert bool(jnp.all(x_slots[slots] == case.x[:, None]))
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 8, 2048), (64, 10, 2048), (300, 8, 3072), (8192, 8, 2048)])
+def test_the_weighted_sum_equals_the_portable_form(tokens, top_k, hidden):
+    keys = jax.random.split(jax.random.key(0), 3)
+    y = jax.random.normal(keys[0], (tokens * top_k, hidden), jnp.bfloat16)
+    slots = jax.random.permutation(keys[1], tokens * top_k).reshape(tokens, top_k).astype(jnp.int32)
+    weights = jax.random.uniform(keys[2], (tokens, top_k))
+    assert_close(jax.jit(combine_mosaic)(y, slots, weights), jax.jit(combine)(y, slots, weights))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

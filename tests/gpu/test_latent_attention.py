@@ -12,6 +12,8 @@ from tokenspeed_jax.models.attention import LatentAttentionSpec, LatentExpansion
 from tokenspeed_jax.pallas_kernels import latent_attention as op
 from tokenspeed_jax.pallas_kernels.latent_attention import latent_decode_attention, latent_prefill_attention
 from tokenspeed_jax.pallas_kernels.latent_attention.decode_mosaic import latent_decode_attention_mosaic
+from tokenspeed_jax.pallas_kernels.latent_attention.pieces import ExpansionTiling
+from tokenspeed_jax.pallas_kernels.latent_attention.prefill_mosaic import latent_prefill_attention_mosaic
 from tokenspeed_jax.pallas_kernels.problems import LatentProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
@@ -55,7 +57,7 @@ def prefill(problem, implementation):
     return jax.jit(function)(*problem.prefill_arguments())
 
 
-@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [1, 16, 24, 32, 40, 64, 128])
 def test_decode_equals_the_reference(heads):
     problem = problem_for(heads, [(1, length) for length in DECODE_LENS], columns=70)
     out = decode(problem, "mosaic")
@@ -63,10 +65,11 @@ def test_decode_equals_the_reference(heads):
     np.testing.assert_array_equal(np.asarray(out[0], np.float32), 0.0)
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("dims", [(256, 64), (384, 128), (128, 64)], ids=str)
-def test_decode_of_other_rows_equals_the_reference(dims):
+def test_decode_of_other_rows_equals_the_reference(dims, heads):
     latent_dim, rope_dim = dims
-    problem = problem_for(16, [(1, 300), (1, 65)], latent_dim=latent_dim, rope_dim=rope_dim)
+    problem = problem_for(heads, [(1, 300), (1, 65)], latent_dim=latent_dim, rope_dim=rope_dim)
     assert_close(decode(problem, "mosaic"), decode(problem, "reference"))
 
 
@@ -79,12 +82,47 @@ def test_decode_is_right_for_any_number_of_splits(splits, heads, dtype):
     assert_close(out, decode(problem, "reference"))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("heads", [6, 128])
+def test_the_prefill_kernel_equals_xla_and_hides_what_no_row_may_see(heads, dtype):
+    """Ragged rows with prefixes, rows to leave out, padding tokens; what nobody wrote holds NaN."""
+    rows = (*PREFILL_ROWS, (1, 0), (257, 2100))
+    problem = problem_for(heads, rows, columns=34, num_tokens=780, dtype=dtype, unseen=float("nan"))
+    out = prefill(problem, "mosaic")
+    assert_close(out, prefill(problem, "xla"))
+    np.testing.assert_array_equal(np.asarray(out[[496, *range(754, 780)]], np.float32), 0.0)
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 3, 16])
+def test_prefill_in_pieces_is_the_same_attention(piece_blocks):
+    """Rows stop at the end of a piece and go on in the next."""
+    problem = problem_for(16, ((1000, 2500), (130, 130), (5, 900)), columns=40)
+    expected = prefill(problem, "mosaic")
+    out = latent_prefill_attention_mosaic(
+        *problem.prefill_arguments(), ScoreRule(SCALE), tiling=ExpansionTiling(16, piece_blocks)
+    )
+    assert_close(out, expected, 1e-3)
+    again = latent_prefill_attention_mosaic(
+        *problem.prefill_arguments(), ScoreRule(SCALE), tiling=ExpansionTiling(16, piece_blocks)
+    )
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.parametrize("dims", [(64, 64, 64), (64, 128, 128), (128, 64, 64)], ids=str)
+def test_prefill_of_other_heads_equals_xla(dims):
+    nope_dim, rope_dim, value_dim = dims
+    problem = problem_for(
+        4, PREFILL_ROWS, columns=11, latent_dim=128, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim
+    )
+    assert_close(prefill(problem, "mosaic"), prefill(problem, "xla"))
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 def test_prefill_equals_the_reference(heads):
     """Keys and values are rounded when they are expanded, which the reference does not do."""
     small = {"latent_dim": 128, "nope_dim": 64, "value_dim": 64}
     problem = problem_for(heads, PREFILL_ROWS, columns=11, num_tokens=520, **small)
-    out = prefill(problem, "xla")
+    out = prefill(problem, "mosaic")
     for token in range(0, 496, 31):  # the reference expands every cached row for every token
         one = problem_for_token(problem, token)
         assert_close(out[token], prefill(one, "reference")[0], 2e-2)
@@ -116,17 +154,28 @@ def test_a_mixed_step_is_the_same_attention_in_every_implementation(heads):
     assert_close(attend(None), attend("xla"), 1e-2)
 
 
-def test_the_kernel_repeats_bit_for_bit():
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_decode_repeats_bit_for_bit(heads):
     """A race would move the bits."""
-    problem = problem_for(128, [(1, 4000)] * 40)
+    problem = problem_for(heads, [(1, 4000)] * 40)
     first = decode(problem, "mosaic")
     for _ in range(5):
         np.testing.assert_array_equal(decode(problem, "mosaic"), first)
 
 
-def test_mosaic_decodes_bf16_by_default_and_xla_float32():
+def test_prefill_repeats_bit_for_bit():
+    problem = problem_for(128, [(700, 2000), (300, 300), (900, 900)])
+    first = prefill(problem, "mosaic")
+    for _ in range(5):
+        np.testing.assert_array_equal(prefill(problem, "mosaic"), first)
+
+
+def test_mosaic_serves_bf16_by_default_and_xla_float32():
     shape = {"num_heads": 128, "latent_dim": 512, "rope_dim": 64, "tokens_per_page": 64}
-    assert op.decode_mosaic_refusal(**shape, dtype="bfloat16", cache_dtype="bfloat16") is None
+    types = {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
+    assert op.decode_mosaic_refusal(**shape, **types) is None
+    heads = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    assert op.prefill_mosaic_refusal(**heads, tokens_per_page=64, **types) is None
     problem = problem_for(16, [(1, 300), (1, 64)], jnp.float32)
     np.testing.assert_allclose(decode(problem, None), decode(problem, "reference"), atol=2e-6)
 

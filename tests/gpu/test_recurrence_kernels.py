@@ -20,6 +20,7 @@ from tokenspeed_jax.pallas_kernels.recurrent_problems import (
 )
 from tokenspeed_jax.pallas_kernels.selective_scan import selective_scan
 from tokenspeed_jax.pallas_kernels.state_step import state_step_refusal
+from tokenspeed_jax.pallas_kernels.triton_calls import triton_missing
 
 LENGTHS, BODIES = (700, 0, 1, 64, 65, 1000, 128), (640, 0, 1, 64, 1, 960, 100)
 TOKENS = 2000
@@ -157,8 +158,12 @@ def test_chunks_equal_the_reference(op, implementation, dtype, extreme):
 
 @pytest.mark.parametrize("op", [op for op, implementation in WAYS if implementation == "mosaic"])
 def test_the_kernel_is_the_default_repeats_its_bits_and_takes_any_checkpoint(op):
-    """Long rows, whose slots go around many times; the same tokens whichever chunks the checkpoint makes of them."""
+    """Long rows, whose slots go around many times; the same tokens whichever chunks the checkpoint makes of them.
+
+    Where Triton serves the rule with channel gates, it is the default (test_triton_kernels.py).
+    """
     scan, make, shape = SCANS[op]
+    in_triton = op == "kda" and triton_missing() is None
     inputs = make(np.random.default_rng(6), 3000, dtype=jnp.bfloat16)
     initial = jax.random.normal(jax.random.key(7), (2, *shape), jnp.float32)
     run = {way: jax.jit(functools.partial(scan, implementation=way)) for way in ("reference", "mosaic", None)}
@@ -168,7 +173,7 @@ def test_the_kernel_is_the_default_repeats_its_bits_and_takes_any_checkpoint(op)
         first = run["mosaic"](inputs, initial, rows)
         assert_close(first.output, expected.output, 5e-3)
         assert_close(first.final_states, expected.final_states, 5e-3)
-        for way in ("mosaic", None):
+        for way in ("mosaic",) if in_triton else ("mosaic", None):
             for again, before in zip(run[way](inputs, initial, rows), first, strict=True):
                 np.testing.assert_array_equal(again, before)
 

@@ -1,5 +1,6 @@
 """What every family's module must do, with random weights."""
 
+import importlib
 import json
 from collections.abc import Callable
 
@@ -11,8 +12,12 @@ from flax import nnx
 
 from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.models.registry import resolve_model
+from tokenspeed_jax.pallas_kernels.add_norm.reference import add_norm_reference
+from tokenspeed_jax.pallas_kernels.norm_rules import Norm
 
 from ..families import DENSE
+
+add_norm_op = importlib.import_module("tokenspeed_jax.pallas_kernels.add_norm")
 
 pytestmark = pytest.mark.parametrize("family", DENSE)
 
@@ -107,18 +112,52 @@ def test_one_layer_reaches_exactly_its_window(family, build):
         assert change(60 - window - 1) == 0
 
 
+def loss(model):
+    """Of predicting some tokens."""
+    ids, positions = tokens(24), jnp.arange(24)
+    scores = jax.nn.log_softmax(model.logits(model(ids, positions, PlainStep(jnp.zeros(24, int), positions))))
+    return -jnp.take_along_axis(scores[:-1], ids[1:, None], axis=-1).mean()
+
+
 def test_gradients_through_a_plain_forward_are_finite(family, build):
-    model, ids, positions = build(family)[2](), tokens(24), jnp.arange(24)
-
-    def loss(model):
-        scores = jax.nn.log_softmax(model.logits(model(ids, positions, PlainStep(jnp.zeros(24, int), positions))))
-        return -jnp.take_along_axis(scores[:-1], ids[1:, None], axis=-1).mean()
-
-    value, gradients = nnx.jit(nnx.value_and_grad(loss))(model)
+    value, gradients = nnx.jit(nnx.value_and_grad(loss))(build(family)[2]())
     assert np.isfinite(value)
     for path, gradient in nnx.to_flat_state(gradients):
         assert np.isfinite(gradient[...]).all(), path
         assert np.abs(gradient[...]).max() > 0, path
+
+
+def test_gradients_are_the_slopes_of_the_loss(family, build):
+    """Of every parameter at once: a step down the gradient lowers the loss by its length times the gradient's."""
+    model = build(family)[2]()
+    gradients = nnx.jit(nnx.value_and_grad(loss))(model)[1]
+    graph, state = nnx.split(model)
+    length = float(jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradients))))
+
+    @jax.jit
+    def moved(by):
+        return loss(nnx.merge(graph, jax.tree.map(lambda x, slope: x + by / length * slope, state, gradients)))
+
+    step = 0.003
+    np.testing.assert_allclose((moved(step) - moved(-step)) / (2 * step), length, rtol=0.02)
+
+
+def test_the_backward_pass_of_the_norm_kernel_gives_the_same_gradients(family, build, monkeypatch):
+    """The plain form stands for the kernel, whose backward pass is written by hand."""
+    model = build(family)[2]()
+    expected = nnx.value_and_grad(loss)(model)[1]
+    calls = []
+
+    def kernel(x, update, weight, *, rule):
+        calls.append(rule)
+        return add_norm_reference(x, update, Norm(weight, rule))
+
+    monkeypatch.setattr(add_norm_op, "mosaic_refusal", lambda **_: None)
+    monkeypatch.setattr(add_norm_op, "add_norm_mosaic", kernel)
+    actual = nnx.value_and_grad(loss)(model)[1]
+    assert len(calls) >= (1 if family == "olmo3" else 2 * len(model.layers))
+    for (path, one), (_, other) in zip(nnx.to_flat_state(actual), nnx.to_flat_state(expected), strict=True):
+        np.testing.assert_allclose(one[...], other[...], rtol=1e-4, atol=1e-6, err_msg=str(path))
 
 
 def test_projection_biases_are_added(family, build):

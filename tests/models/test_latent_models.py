@@ -111,7 +111,7 @@ def test_kimi_layers_are_counted_from_one(tiny_config):
     changed = tiny_config("kimi_linear")["linear_attn_config"] | lists
     _, other = resolved(tiny_config("kimi_linear"), linear_attn_config=changed)
     assert isinstance(other.attention_layers()[0], LatentAttentionSpec)
-    assert other.attention_layers()[1] == RecurrentSpec(1, (3 * 64, 4), (4, 16, 16))
+    assert other.attention_layers()[1] == RecurrentSpec(1, (3 * 64, 4), (4, 16, 16), channel_gates=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from tokenspeed_jax.models.norms import Residual
 from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.models.registry import resolve_model
 from tokenspeed_jax.weights import load_model, open_checkpoint
@@ -57,4 +58,4 @@ def test_a_layer_adds_to_its_normed_input_with_the_factors_of_its_kind(layer_id,
     first = normed(x)
     second = normed(alpha * first + beta * np.asarray(layer.mixer(jnp.asarray(first), rotate, step)))
     expected = 6.0 * second + 7.0 * np.asarray(layer.mlp(jnp.asarray(second)))
-    np.testing.assert_allclose(layer(jnp.asarray(x), rotate, step), expected, atol=1e-4)
+    np.testing.assert_allclose(layer(Residual(jnp.asarray(x)), rotate, step).total, expected, atol=1e-4)

@@ -192,5 +192,5 @@ def test_what_does_not_fit_is_refused_by_name():
         prefill(q, key, value[:2], rows, table, starts, lens)
     with pytest.raises(ValueError, match="query_starts must be 6 integers"):
         prefill(q, key, value, rows, table, starts[:-1], lens)
-    with pytest.raises(ValueError, match="'mosaic' cannot serve this call: latent prefill has no kernel"):
+    with pytest.raises(ValueError, match="'mosaic' cannot serve this call: the default device is a"):
         prefill(q, key, value, rows, table, starts, lens, implementation="mosaic")

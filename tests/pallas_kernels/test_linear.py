@@ -56,11 +56,11 @@ def test_the_portable_form_is_the_definition(tokens, outputs, channels, bias, ga
 @pytest.mark.parametrize(
     ("tokens", "outputs", "channels", "tiling", "gate", "bias"),
     [
-        (1, 128, 192, LinearTiling(64, 1, 2), None, False),  # a copy that reaches beyond the only row
-        (12, 96, 256, LinearTiling(48, 1, 3), None, True),  # two pieces of rows, an odd number of columns of 16
-        (64, 64, 128, LinearTiling(32, 1, 4), None, False),  # more stages than chunks
-        (5, 128, 256, LinearTiling(64, 1, 2), "silu", True),  # gate and up in one tile, each with its bias
-        (8, 192, 128, LinearTiling(96, 1, 2), "gelu_tanh", False),
+        (1, 128, 192, LinearTiling(64, 2), None, False),  # a copy that reaches beyond the only row
+        (12, 96, 256, LinearTiling(48, 3), None, True),  # two pieces of rows, an odd number of columns of 16
+        (64, 64, 128, LinearTiling(32, 4), None, False),  # more stages than chunks
+        (5, 128, 256, LinearTiling(64, 2), "silu", True),  # gate and up in one tile, each with its bias
+        (8, 192, 128, LinearTiling(96, 2), "gelu_tanh", False),
     ],
 )
 def test_kernel_equals_the_definition_without_races(interpret, tokens, outputs, channels, tiling, gate, bias):
@@ -73,7 +73,7 @@ def test_kernel_equals_the_definition_without_races(interpret, tokens, outputs, 
 def test_a_token_that_is_not_a_number_stays_in_its_row(interpret):
     x, weight, _ = problem(9, 64, 128)
     broken = x.at[3].set(jnp.nan)
-    tiling = LinearTiling(64, 1, 2)
+    tiling = LinearTiling(64, 2)
     out, clean = (linear_mosaic(y, weight, None, None, tiling=tiling, interpret=interpret) for y in (broken, x))
     rows = np.arange(9) != 3
     np.testing.assert_array_equal(np.asarray(out, np.float32)[rows], np.asarray(clean, np.float32)[rows])
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_portable_form(interpret):
     def of(function):
         return jax.grad(lambda x, w, b: function(x, w, b).astype(jnp.float32).sum(), argnums=(0, 1, 2))(x, weight, bias)
 
-    tiling = LinearTiling(64, 1, 2)
+    tiling = LinearTiling(64, 2)
     mosaic = of(lambda x, w, b: linear_mosaic(x, w, b, "silu", tiling=tiling, interpret=interpret))
     xla = of(lambda x, w, b: linear(x, w, b, gate="silu", implementation="xla"))
     for a, b in zip(mosaic, xla, strict=True):
@@ -94,24 +94,23 @@ def test_gradients_are_those_of_the_portable_form(interpret):
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens=st.integers(1, 64), outputs=st.integers(1, 400), channels=st.integers(1, 200), gated=st.booleans())
+@given(tokens=st.integers(17, 64), outputs=st.integers(1, 400), channels=st.integers(1, 200), gated=st.booleans())
 def test_every_product_that_is_not_refused_has_a_tiling_that_covers_it(tokens, outputs, channels, gated):
-    outputs, channels = outputs * 64, channels * CHUNK
-    fields = {"tokens": tokens, "outputs": outputs, "channels": channels, "gated": gated}
-    if mosaic_shape_refusal(**fields, dtypes={"bfloat16"}):
+    outputs *= 64
+    fields = {"tokens": tokens, "outputs": outputs, "gated": gated}
+    if mosaic_shape_refusal(**fields, channels=channels * CHUNK, dtypes={"bfloat16"}):
         return
     tiling = LinearTiling.choose(**fields)
     assert tiling.columns in COLUMNS
     assert outputs % tiling.columns == 0
-    assert channels % (CHUNK * tiling.splits) == 0
     assert tiling.stages >= 2
-    assert tiling.splits == 1 or not gated
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"tokens": 65}, "65 tokens"),
+        ({"tokens": 16}, "16 tokens"),
         ({"outputs": 4097}, "4097 rows"),
         ({"outputs": 4128, "gated": True}, "4128 rows"),
         ({"channels": 4095}, "4095 input channels"),
@@ -121,7 +120,7 @@ def test_every_product_that_is_not_refused_has_a_tiling_that_covers_it(tokens, o
     ],
 )
 def test_what_the_kernel_does_not_serve_is_refused_with_the_reason(changes, reason):
-    fields = {"tokens": 8, "outputs": 4096, "channels": 4096, "gated": False, "dtypes": {"bfloat16"}} | changes
+    fields = {"tokens": 32, "outputs": 4096, "channels": 4096, "gated": False, "dtypes": {"bfloat16"}} | changes
     assert reason in (mosaic_shape_refusal(**fields) or "")
 
 

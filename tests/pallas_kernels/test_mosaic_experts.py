@@ -16,7 +16,7 @@ from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 
 SWIGLU = GatedActivation("swiglu")
 OAI = GatedActivation("swiglu_oai", alpha=1.702, limit=1.0)
-SHAPE = {"hidden": 2048, "inner": 768, "dtypes": {"bfloat16"}}
+SHAPE = {"hidden": 2048, "inner": 768, "top_k": 8, "dtypes": {"bfloat16"}}
 
 
 @pytest.fixture
@@ -45,7 +45,8 @@ def assert_close(actual, expected):
     [
         (5, 2, 4, "even", SWIGLU, False),  # tiles of 8 rows
         (20, 1, 3, "one", OAI, True),  # tiles of 16 rows, two of one expert, none of the others
-        (70, 1, 1, "even", SWIGLU, False),  # tiles of 128 rows, two compute warpgroups
+        (70, 1, 1, "even", SWIGLU, False),  # a tile of 128 rows, two compute warpgroups
+        (100, 1, 1, "even", OAI, True),  # a tile of 192 rows, whose third warpgroup has no token
     ],
 )
 def test_kernel_equals_the_reference_without_races(interpret, tokens, top_k, num_experts, load, activation, bias):
@@ -112,6 +113,8 @@ def test_tilings_divide_the_outputs_and_fill_the_gpu():
         ({"dtypes": {"bfloat16", "float16"}}, "bfloat16, float16"),
         ({"hidden": 2000}, "hidden size 2000"),
         ({"inner": 32}, "inner size 32"),
+        ({"top_k": 65}, "65 experts per token"),
+        ({"hidden": 16448}, "hidden size 16448"),
     ],
 )
 def test_the_reason_for_refusing_a_geometry_names_it(monkeypatch, change, word):

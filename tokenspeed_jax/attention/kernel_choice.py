@@ -4,7 +4,13 @@ from collections.abc import Iterable, Mapping
 
 from tokenspeed_jax.cache.binding import LayerBinding
 from tokenspeed_jax.models.attention import AttentionSpec, LatentAttentionSpec, LayerSpec, RecurrentSpec
-from tokenspeed_jax.pallas_kernels import decode_attention, latent_attention, prefill_attention, recurrences
+from tokenspeed_jax.pallas_kernels import (
+    decode_attention,
+    gated_delta_rule,
+    latent_attention,
+    prefill_attention,
+    recurrences,
+)
 
 
 def kernel_families(layers: Iterable[LayerSpec], bindings: Iterable[LayerBinding]) -> dict[str, str]:
@@ -41,6 +47,23 @@ def mosaic_refusals(
     return refusals
 
 
+def triton_refusal(layers: Iterable[LayerSpec], dtype: str) -> str | None:
+    """Why some layer's delta rule with a gate a channel does not prefill in Triton, the fastest; None when all do.
+
+    Layers of any other kind have no kernel in Triton that is their fastest, and no reason here.
+
+    Args:
+        dtype: of activations.
+    """
+    for layer in layers:
+        match layer:
+            case RecurrentSpec(state_shape=(_, value_dim, key_dim), channel_gates=True):
+                refusal = gated_delta_rule.triton_refusal(key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+                if refusal is not None:
+                    return f"layer {layer.layer_id}: {refusal}"
+    return None
+
+
 def _layer_refusals(layer: LayerSpec, tokens_per_page: int, dtype: str) -> dict[str, str | None]:
     match layer:
         case RecurrentSpec(state_shape=tuple() as state_shape):
@@ -63,4 +86,12 @@ def _layer_refusals(layer: LayerSpec, tokens_per_page: int, dtype: str) -> dict[
                 dtype=dtype,
                 cache_dtype=dtype,
             )
-            return {"latent decode": decode, "latent prefill": latent_attention.prefill_mosaic_refusal()}
+            prefill = latent_attention.prefill_mosaic_refusal(
+                nope_dim=layer.nope_dim,
+                rope_dim=layer.rope_dim,
+                value_dim=layer.value_dim,
+                tokens_per_page=tokens_per_page,
+                dtype=dtype,
+                cache_dtype=dtype,
+            )
+            return {"latent decode": decode, "latent prefill": prefill}

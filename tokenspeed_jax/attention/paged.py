@@ -15,6 +15,7 @@ from tokenspeed_jax.models.attention import (
     RecurrenceInputs,
     RecurrentSpec,
 )
+from tokenspeed_jax.pallas_kernels.attention_prologue import AttentionPrologue, attention_prologue
 from tokenspeed_jax.pallas_kernels.decode_attention import decode_attention
 from tokenspeed_jax.pallas_kernels.implementations import Implementation
 from tokenspeed_jax.pallas_kernels.pages import PageView
@@ -81,6 +82,42 @@ class PagedStep:
         slots = self._routed.write_locations(binding)
         keys = self._store(binding.field("k"), binding, slots, k)
         values = self._store(binding.field("v"), binding, slots, v)
+        return self._attend_pages(q, keys, values, binding, layer, sinks)
+
+    def attend_projected(
+        self,
+        projected: Float[Array, "tokens columns"],
+        prologue: AttentionPrologue,
+        layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
+    ) -> Float[Array, "tokens heads dim"]:
+        """Norms, rotates and stores in one kernel, then attends; see `models.attention.attend_projected`."""
+        binding = self._bindings[layer.layer_id]
+        fields = binding.field("k"), binding.field("v")
+        page_size = self._router.kernel_page_size(binding.group_id)
+        keys, values = (self._arena.page_view(self.planes, field_id, page_size) for field_id in fields)
+        q, keys, values = attention_prologue(
+            projected,
+            keys,
+            values,
+            self._routed.write_locations(binding),
+            prologue,
+            num_heads=layer.num_heads,
+            implementation=self._implementation,
+        )
+        for field_id, view in zip(fields, (keys, values), strict=True):
+            self.planes[self._arena.plane_of(field_id)] = view.plane
+        return self._attend_pages(q, keys, values, binding, layer, sinks)
+
+    def _attend_pages(
+        self,
+        q: Float[Array, "tokens heads dim"],
+        keys: PageView,
+        values: PageView,
+        binding: LayerBinding,
+        layer: AttentionSpec,
+        sinks: Float[Array, " heads"] | None,
+    ) -> Float[Array, "tokens heads dim"]:
         page_table = self._routed.page_tables[binding.group_id]
         if self._query_starts is None:
             return decode_attention(

@@ -1,6 +1,8 @@
 """`EngineConfig`: every option of the engine, once. The server's command line is generated from it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from tokenspeed_jax.errors import ConfigError
@@ -8,9 +10,39 @@ from tokenspeed_jax.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def about(help_text: str, *, aliases: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Field metadata that carries an option's command-line help and its other names."""
-    return {"help": help_text, "aliases": aliases}
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def about(
+    help_text: str,
+    *,
+    section: str | None = None,
+    aliases: tuple[str, ...] = (),
+    near_aliases: Mapping[str, str] = _NONE,
+    opposites: tuple[str, ...] = (),
+    spellings: Mapping[str, str] = _NONE,
+    alternative_to: str | None = None,
+) -> dict[str, Any]:
+    """Field metadata from which the command line is made.
+
+    Args:
+        help_text: the option's help.
+        section: heading of this option and of those that follow it, in the help.
+        aliases: other names of the option that mean exactly the same.
+        near_aliases: names that other servers use for nearly the same; each is taken and what differs is printed.
+        opposites: names of switches that turn this switch off.
+        spellings: other spellings of the option's values.
+        alternative_to: a field beside which this one would have no effect; not both can be given.
+    """
+    return {
+        "help": help_text,
+        "section": section,
+        "aliases": aliases,
+        "near_aliases": near_aliases,
+        "opposites": opposites,
+        "spellings": spellings,
+        "alternative_to": alternative_to,
+    }
 
 
 @dataclass(frozen=True)
@@ -21,22 +53,53 @@ class EngineConfig:
     memory) is checked by `Engine` before anything is allocated.
     """
 
-    model: str = field(metadata=about("checkpoint folder, GGUF file, or Hugging Face hub id"))
+    model: str = field(
+        metadata=about("checkpoint folder, GGUF file, or Hugging Face hub id", section="model", aliases=("model_path",))
+    )
     revision: str | None = field(default=None, metadata=about("branch, tag or commit of a hub id"))
-    dtype: DType = field(default="auto", metadata=about("compute dtype; auto: the checkpoint's, float32 on a CPU"))
-    seed: int = field(default=0, metadata=about("seed of requests that bring none"))
+    dtype: DType = field(
+        default="auto",
+        metadata=about(
+            "compute dtype; auto: the checkpoint's, float32 on a CPU",
+            spellings={"half": "float16", "float": "float32"},
+        ),
+    )
+    seed: int = field(default=0, metadata=about("seed of requests that bring none", aliases=("random_seed",)))
     max_model_len: int | None = field(
-        default=None, metadata=about("longest prompt plus output in tokens; default: the model's own limit")
+        default=None,
+        metadata=about(
+            "longest prompt plus output in tokens; default: the model's own limit",
+            section="batches",
+            aliases=("context_length",),
+        ),
     )
     max_num_seqs: int | None = field(
-        default=None, metadata=about("most requests in one step; default 256 on a GPU, 16 on a CPU")
+        default=None,
+        metadata=about(
+            "most requests in one step; default 256 on a GPU, 16 on a CPU", aliases=("max_running_requests",)
+        ),
     )
     max_num_batched_tokens: int | None = field(
         default=None,
-        metadata=about("most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU"),
+        metadata=about(
+            "most tokens in one step, and the longest prefill chunk; default 8192 on a GPU, 512 on a CPU",
+            near_aliases={
+                "chunked_prefill_size": "it bounds a prefill chunk as in SGLang, and here also all tokens of a step, "
+                "those of decoding requests included"
+            },
+        ),
     )
     gpu_memory_utilization: float = field(
-        default=0.90, metadata=about("share of the memory that JAX may allocate that the engine uses, above 0 up to 1")
+        default=0.90,
+        metadata=about(
+            "share of the memory that JAX may allocate that the engine uses, above 0 up to 1",
+            section="memory",
+            alternative_to="kv_cache_memory_bytes",
+            near_aliases={
+                "mem_fraction_static": "the share counts a step's temporaries too, which SGLang leaves out, and is of "
+                "what JAX may allocate, not of the whole GPU"
+            },
+        ),
     )
     kv_cache_memory_bytes: int | None = field(
         default=None,
@@ -46,7 +109,12 @@ class EngineConfig:
         default=None,
         metadata=about(
             "tokens per hashed prefix page: requests share cache at multiples of it; default 64",
+            section="cache",
             aliases=("block_size",),
+            near_aliases={
+                "page_size": "it is the granularity at which requests share prefixes; the kernels' page is "
+                "--kernel-page-size"
+            },
         ),
     )
     checkpoint_granularity: int | None = field(
@@ -59,9 +127,18 @@ class EngineConfig:
         default=None,
         metadata=about("tokens per attention-kernel page; default: the kernel's own; must divide prefix_granularity"),
     )
-    enable_prefix_caching: bool = field(default=True, metadata=about("reuse the cache of equal prompt prefixes"))
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata=about("reuse the cache of equal prompt prefixes", opposites=("disable_radix_cache",)),
+    )
     overlap_schedule: bool = field(
-        default=True, metadata=about("plan and dispatch a step before the previous one has landed")
+        default=True,
+        metadata=about(
+            "plan and dispatch a step before the previous one has landed",
+            section="execution",
+            aliases=("async_scheduling",),
+            opposites=("disable_overlap_schedule",),
+        ),
     )
     attention_implementation: Literal["auto", "mosaic", "xla"] = field(
         default="auto",

@@ -233,7 +233,10 @@ class Engine:
         queue: asyncio.Queue[RequestDelta] = asyncio.Queue()
 
         def push(delta: RequestDelta) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, delta)
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, delta)
+            except RuntimeError:  # the loop was closed, as by an interrupt: nobody is left to tell
+                self.abort(delta.request_id)
 
         token_ids = await asyncio.to_thread(self._token_ids, prompt)
         request_id = self._submit(token_ids, params, options, request_id, push)

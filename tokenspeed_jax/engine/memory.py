@@ -39,9 +39,21 @@ def arena_budget(config: EngineConfig, device: jax.Device, *, reserved: dict[str
     if limit is None:
         return config.kv_cache_memory_bytes or CPU_ARENA_BYTES
     in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in {"in use": in_use, **reserved}.items())
+    return arena_share(config, limit, {"in use": in_use, **reserved})
+
+
+def arena_share(config: EngineConfig, limit: int, taken: dict[str, int]) -> int:
+    """Bytes for the cache arena on a device of which JAX may allocate `limit` bytes.
+
+    Args:
+        taken: bytes that the arena cannot have, by what for.
+
+    Raises:
+        ConfigError: what is taken leaves nothing, or a given size does not fit.
+    """
+    parts = ", ".join(f"{name} {in_gib(size)}" for name, size in taken.items())
     if config.kv_cache_memory_bytes is not None:
-        left = limit - in_use - sum(reserved.values())
+        left = limit - sum(taken.values())
         if config.kv_cache_memory_bytes > left:
             raise ConfigError(
                 f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} exceeds the {max(left, 0)} bytes that remain of "
@@ -49,7 +61,7 @@ def arena_budget(config: EngineConfig, device: jax.Device, *, reserved: dict[str
                 field="kv_cache_memory_bytes",
             )
         return config.kv_cache_memory_bytes
-    budget = int(limit * config.gpu_memory_utilization) - in_use - sum(reserved.values())
+    budget = int(limit * config.gpu_memory_utilization) - sum(taken.values())
     if budget <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of the device's {limit} bytes leaves nothing for "
@@ -83,22 +95,28 @@ class MemoryReport:
 
     def lines(self) -> Iterable[str]:
         """The report as text."""
-        free = "not reported by this platform" if self.free is None else _gib(self.free)
-        yield f"weights       {_gib(self.weights)}"
-        yield f"cache arena   {_gib(self.arena)} ({self.num_parents} parents of {self.parent_bytes} bytes)"
-        yield f"device state  {_gib(self.device_state)}"
-        yield f"workspace     {_gib(self.workspace)}"
+        free = "not reported by this platform" if self.free is None else in_gib(self.free)
+        yield f"weights       {in_gib(self.weights)}"
+        yield f"cache arena   {in_gib(self.arena)} ({self.num_parents} parents of {self.parent_bytes} bytes)"
+        yield f"device state  {in_gib(self.device_state)}"
+        yield f"workspace     {in_gib(self.workspace)}"
         yield f"free          {free}"
-        for group in self.groups:
-            per_token = "" if group.bytes_per_token is None else f"{group.bytes_per_token:.0f} bytes per token, "
-            yield (
-                f"group {group.group_id}: {per_token}packing {group.cache_blocks_per_lcm_block}, "
-                f"{group.padding_bytes_per_lcm_block} bytes of a parent unused, capacity {group.capacity} {group.unit}"
-            )
+        yield from group_lines(self.groups)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
 
-def _gib(size: int) -> str:
+def group_lines(groups: Iterable[GroupCapacity]) -> Iterable[str]:
+    """What each cache group takes and holds, as text."""
+    for group in groups:
+        per_token = "" if group.bytes_per_token is None else f"{group.bytes_per_token:.0f} bytes per token, "
+        yield (
+            f"group {group.group_id}: {per_token}packing {group.cache_blocks_per_lcm_block}, "
+            f"{group.padding_bytes_per_lcm_block} bytes of a parent unused, capacity {group.capacity} {group.unit}"
+        )
+
+
+def in_gib(size: int) -> str:
+    """A number of bytes as text."""
     return f"{size / 2**30:.3f} GiB"

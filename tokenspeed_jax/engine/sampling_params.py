@@ -33,6 +33,7 @@ class SamplingParams:
     """Order of application: logit bias and penalties, temperature, top-k, top-p, min-p, draw.
 
     Attributes:
+        n: continuations of the prompt.
         max_tokens: most tokens to generate; None means up to the engine's `max_model_len`.
         min_tokens: end of sequence and stop ids cannot be drawn before this many tokens, and stop strings do
             not match in them.

@@ -14,7 +14,7 @@ from tokenspeed_jax.engine.stop import TextSource
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.models.registry import ModelConfig
 from tokenspeed_jax.text import Detokenizer, Tokenizer
-from tokenspeed_jax.weights import Checkpoint, load_model, model_of, open_checkpoint
+from tokenspeed_jax.weights import CheckpointConfig, load_model, model_of, open_checkpoint
 
 
 class _NoText:
@@ -56,7 +56,7 @@ class ModelSource:
         progress = not config.disable_progress_bars
         checkpoint = open_checkpoint(config.model, revision=config.revision, progress=progress)
         family, model_config = model_of(checkpoint)
-        dtype = _resolve_dtype(config, checkpoint)
+        dtype = compute_dtype(config, checkpoint, jax.default_backend())
         shapes = nnx.eval_shape(lambda: family.build(model_config, dtype=dtype, rngs=nnx.Rngs(0)))
         tokenizer = checkpoint.tokenizer()
         return cls(
@@ -96,9 +96,14 @@ class ModelSource:
         return Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
 
 
-def _resolve_dtype(config: EngineConfig, checkpoint: Checkpoint) -> jnp.dtype:
+def compute_dtype(config: EngineConfig, checkpoint: CheckpointConfig, platform: str) -> jnp.dtype:
+    """The dtype that a checkpoint's model computes in on a platform ("gpu" or "cpu").
+
+    Raises:
+        CheckpointError: it was saved in a dtype that is not served, and none was asked for.
+    """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    if jax.default_backend() != "gpu":
+    if platform != "gpu":
         return jnp.dtype("float32")
     return checkpoint.dtype

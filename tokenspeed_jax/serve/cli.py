@@ -15,7 +15,7 @@ from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.http_server import ENGINE_FAILED, HttpServer
-from tokenspeed_jax.serve.options import option_name, parse_options
+from tokenspeed_jax.serve.options import PROG, option_name, parse_options
 from tokenspeed_jax.serve.served_engine import ServedEngine
 
 _CLOSE_SECONDS = 20
@@ -27,14 +27,18 @@ class ListenError(Exception):
     """The server cannot listen where it was told to; the message says why and what to change."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Runs the server until SIGINT or SIGTERM, or until its engine fails.
+
+    Args:
+        argv: the options (default: the process's own).
+        prog: how the command is called, for the help.
 
     Returns:
         The exit code: 0 after a signal; 1 when the port is taken or the checkpoint cannot be used; 2 for an option
         that is wrong or does not fit the checkpoint or the machine; `ENGINE_FAILED` after a failed step.
     """
-    engine_config, config = parse_options(argv)
+    engine_config, config = parse_options(argv, prog)
     # Only our own messages go down to the chosen level; libraries speak up from warnings on.
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenspeed_jax").setLevel(config.log_level.upper())

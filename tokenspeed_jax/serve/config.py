@@ -18,7 +18,9 @@ class ServerConfig:
     Fields without `repr` are secrets: they are neither logged nor shown by `/server_info`.
     """
 
-    host: str = field(default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 for every IPv4 interface"))
+    host: str = field(
+        default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 for every IPv4 interface", section="server")
+    )
     port: int = field(default=8000, metadata=about("TCP port to listen on; 0 picks a free one"))
     served_model_name: str | None = field(
         default=None, metadata=about("the model's name in requests; default: the checkpoint's name")
@@ -26,7 +28,10 @@ class ServerConfig:
     api_key: str | None = field(
         default=None,
         repr=False,
-        metadata=about("require `Authorization: Bearer KEY` on all but /health, /ready, /metrics and the admin routes"),
+        metadata=about(
+            "require `Authorization: Bearer KEY` on all but /health, /ready, /metrics and the admin routes",
+            section="keys and admin routes",
+        ),
     )
     admin_api_key: str | None = field(
         default=None,
@@ -40,7 +45,9 @@ class ServerConfig:
     )
     incremental_streaming_output: bool = field(
         default=False,
-        metadata=about("in streams of /generate, send only what is new instead of all text and ids so far"),
+        metadata=about(
+            "in streams of /generate, send only what is new instead of all text and ids so far", section="requests"
+        ),
     )
     max_body_bytes: int = field(default=16 * 1024 * 1024, metadata=about("largest request body"))
     max_queued_requests: int = field(
@@ -54,15 +61,32 @@ class ServerConfig:
         default=30.0, metadata=about("seconds that running requests get to finish after SIGTERM or SIGINT")
     )
     enable_auto_tool_choice: bool = field(
-        default=False, metadata=about("let the model call tools; needs tool_call_parser")
+        default=False,
+        metadata=about("let the model call tools; needs tool_call_parser", section="tools and reasoning"),
     )
     tool_call_parser: ToolCallFormat | None = field(
-        default=None, metadata=about("how the model writes tool calls; needs enable_auto_tool_choice")
+        default=None,
+        metadata=about(
+            "how the model writes tool calls; needs enable_auto_tool_choice",
+            spellings={
+                "qwen": "hermes",
+                "qwen25": "hermes",
+                "llama3": "llama3_json",
+                "deepseekv3": "deepseek_v3",
+                "deepseekv31": "deepseek_v31",
+                "gpt-oss": "openai",
+                "minimax-m2": "minimax_m2",
+            },
+        ),
     )
     reasoning_parser: ReasoningFormat | None = field(
-        default=None, metadata=about("how the model marks its reasoning, which is then kept apart from the content")
+        default=None,
+        metadata=about(
+            "how the model marks its reasoning, which is then kept apart from the content",
+            spellings={"deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "gpt-oss": "openai_gptoss"},
+        ),
     )
-    log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed"))
+    log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
 
     def __post_init__(self) -> None:

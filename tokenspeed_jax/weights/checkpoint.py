@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from tokenspeed_jax.errors import CheckpointError
+from tokenspeed_jax.errors import CheckpointError, ConfigError
 from tokenspeed_jax.weights import hub
 from tokenspeed_jax.weights.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, weight_files
 from tokenspeed_jax.weights.tensor_source import TensorSource
@@ -22,25 +22,16 @@ _SERVED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint; its tensors are read when asked for.
+class CheckpointConfig:
+    """What a checkpoint says of its model, without the weights.
 
     Attributes:
         name: as it was opened.
         hf_config: `config.json`.
-        generation_config: `generation_config.json`, empty without one.
-        tensors: under their Hugging Face names, in Hugging Face's layout.
     """
 
     name: str
     hf_config: dict[str, Any]
-    generation_config: dict[str, Any]
-    tensors: TensorSource
-    make_tokenizer: Callable[[], "Tokenizer"]
-
-    def tokenizer(self) -> "Tokenizer":
-        """Builds the tokenizer; raises `CheckpointError` when it is of a kind that is not supported."""
-        return self.make_tokenizer()
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -53,6 +44,24 @@ class Checkpoint:
         return jnp.dtype(name)
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(CheckpointConfig):
+    """An opened checkpoint; its tensors are read when asked for.
+
+    Attributes:
+        generation_config: `generation_config.json`, empty without one.
+        tensors: under their Hugging Face names, in Hugging Face's layout.
+    """
+
+    generation_config: dict[str, Any]
+    tensors: TensorSource
+    make_tokenizer: Callable[[], "Tokenizer"]
+
+    def tokenizer(self) -> "Tokenizer":
+        """Builds the tokenizer; raises `CheckpointError` when it is of a kind that is not supported."""
+        return self.make_tokenizer()
+
+
 def open_checkpoint(model: str, *, revision: str | None = None, progress: bool = True) -> Checkpoint:
     """Opens a checkpoint; reads its configuration and the names of its tensors, not their values.
 
@@ -63,21 +72,55 @@ def open_checkpoint(model: str, *, revision: str | None = None, progress: bool =
 
     Raises:
         CheckpointError: nothing is there, or files are missing or malformed; the message names them.
+        ConfigError: a revision of something else than a hub id.
     """
-    path = Path(model).expanduser()
+    path = _local(model, revision)
+    if path is None:
+        return _open_folder(hub.download(model, revision=revision, progress=progress), model)
     if path.is_dir():
         return _open_folder(path, model)
+    from tokenspeed_jax.weights.gguf_checkpoint import open_gguf
+
+    return open_gguf(path, model)
+
+
+def open_config(model: str, *, revision: str | None = None, progress: bool = True) -> CheckpointConfig:
+    """Reads a checkpoint's configuration alone: of a hub id, nothing but `config.json` is fetched.
+
+    Args:
+        model, revision, progress: as in `open_checkpoint`.
+
+    Raises:
+        CheckpointError: nothing is there, or `config.json` is missing or malformed.
+        ConfigError: a revision of something else than a hub id.
+    """
+    path = _local(model, revision)
+    if path is not None and path.suffix == ".gguf" and path.is_file():
+        return open_checkpoint(model)
+    if path is None:
+        path = hub.download(model, revision=revision, progress=progress, wanted=hub.CONFIG_ONLY)
+    file = path / "config.json"
+    if not file.exists():
+        raise CheckpointError(f"checkpoint folder {model} lacks config.json")
+    return CheckpointConfig(model, _read_object(file))
+
+
+def _local(model: str, revision: str | None) -> Path | None:
+    """The folder or GGUF file that `model` is; None for a hub id. Raises `CheckpointError` when it is none of these."""
+    path = Path(model).expanduser()
+    if path.exists() and revision is not None:
+        raise ConfigError(f"revision {revision} has no effect: {model} is no hub id", field="revision")
+    if path.is_dir():
+        return path
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"{model}: no such file")
-        from tokenspeed_jax.weights.gguf_checkpoint import open_gguf
-
-        return open_gguf(path, model)
+        return path
     if path.exists():
         raise CheckpointError(f"{model} is neither a checkpoint folder nor a .gguf file")
     if _HUB_ID.fullmatch(model) is None:
         raise CheckpointError(f"{model}: no such folder, and not a hub id of the form owner/name")
-    return _open_folder(hub.download(model, revision=revision, progress=progress), model)
+    return None
 
 
 def _open_folder(folder: Path, name: str) -> Checkpoint:

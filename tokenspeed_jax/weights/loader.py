@@ -15,14 +15,14 @@ from tokenspeed_jax.errors import CheckpointError
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.registry import ModelConfig, ModelFamily, resolve_model
 from tokenspeed_jax.models.weight_map import WeightRule
-from tokenspeed_jax.weights.checkpoint import Checkpoint
+from tokenspeed_jax.weights.checkpoint import Checkpoint, CheckpointConfig
 from tokenspeed_jax.weights.tensor_source import TensorSource
 
 _LISTED = 10
 _HEAD = "lm_head.weight"
 
 
-def model_of(checkpoint: Checkpoint) -> tuple[ModelFamily, ModelConfig]:
+def model_of(checkpoint: CheckpointConfig) -> tuple[ModelFamily, ModelConfig]:
     """The architecture and configuration of a checkpoint.
 
     Raises:

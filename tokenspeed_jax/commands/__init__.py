@@ -1,0 +1,1 @@
+"""The commands of `tokenspeed-jax`, a module each."""
