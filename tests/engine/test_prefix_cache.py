@@ -1,5 +1,7 @@
 """A warm prefix is visible in `cached_tokens` and changes nothing else."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,8 @@ from .conftest import EngineFactory
 from .three_kinds import THREE_KINDS
 
 FAMILIES = (*ALL, THREE_KINDS)
-GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=True)
+# The five most likely tokens are asked for as in test_tiny_goldens.py, whose programs serve here too then.
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -39,13 +42,14 @@ def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineF
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 192)
     assert warm.samples[0].token_ids == cold.samples[0].token_ids
     assert warm.samples[0].logprobs == cold.samples[0].logprobs
+    assert warm.samples[0].top_logprobs == cold.samples[0].top_logprobs
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_a_shared_prefix_of_200_tokens_hits_at_64(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family, max_num_batched_tokens=64)
     first = prompt(6, 230)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = dataclasses.replace(GREEDY, max_tokens=1)
     assert engine.generate(first, params)[0].cached_tokens == 0
     assert engine.generate([*first[:200], 500, *prompt(7, 20)], params)[0].cached_tokens == 192
 
