@@ -80,8 +80,8 @@ class Case:
         return 4 * seen * self.heads * self.dim
 
 
-def alike(rows: int, new: int, length: int, *geometry: int, **options: Any) -> Case:
-    return Case(((rows, new, length),), *geometry, **options)
+def alike(rows: int, new: int, length: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, **options: Any) -> Case:
+    return Case(((rows, new, length),), heads, kv_heads, dim, **options)
 
 
 def prompts(label: str, *, prefixes: bool) -> Case:

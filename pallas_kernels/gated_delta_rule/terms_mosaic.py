@@ -106,7 +106,8 @@ def delta_rule_terms_mosaic(
         interpret=interpret,
         kernel_name="delta_rule_terms",
     )
-    return DeltaRuleTerms(*kernel(table.begins, table.lengths, q, k, scalars, v), sums)
+    products, updates, corrections = kernel(table.begins, table.lengths, q, k, scalars, v)
+    return DeltaRuleTerms(products, updates, corrections, sums)
 
 
 def _by_chunk(

@@ -11,6 +11,7 @@ import pytest
 from tokenspeed_jax import EngineConfig, InvalidRequest, RequestDelta, SamplingParams
 from tokenspeed_jax.commands import generate
 from tokenspeed_jax.commands.main import main
+from tokenspeed_jax.engine.compilation_cache import default_cache_folder
 from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed
 from tokenspeed_jax.weights import open_checkpoint
 
@@ -78,7 +79,10 @@ def test_a_prompt_streams_and_options_reach_engine_and_sampler(
     assert main(["generate", "--model=m", "Say hello", "--top-p=0.5", "--stop=a", "--stop=b", "--dtype=half"]) == 0
     assert capsys.readouterr() == ("Hello you\n", "the context is full\n")
     assert scripted.asked == [("Say hello", SamplingParams(max_tokens=None, top_p=0.5, stop=("a", "b")))]
-    assert scripted.configs == [EngineConfig(model="m", dtype="float16", max_num_seqs=1, warmup=False)]
+    kept = default_cache_folder()
+    assert scripted.configs == [
+        EngineConfig(model="m", dtype="float16", max_num_seqs=1, warmup=False, compilation_cache_dir=kept)
+    ]
 
 
 def test_several_samples_come_one_after_the_other(
