@@ -10,14 +10,11 @@ values written; stream and update read, stream and norm written. "plain" is the 
 
 import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recurrence import copy_rate, seconds
 
 from tokenspeed_jax.pallas_kernels.add_norm import add_norm
 from tokenspeed_jax.pallas_kernels.attention_prologue import AttentionPrologue, attention_prologue
@@ -29,26 +26,6 @@ from tokenspeed_jax.pallas_kernels.rotation import Rotation
 HEADS, KV_HEADS, DIM, HIDDEN, PAGE = 32, 8, 128, 4096, 64
 TOKENS = (1, 64, 256, 2048, 8192)
 RULE = NormRule(1e-6)
-
-
-def seconds(run: Callable[[], Any], calls: int, repeats: int = 5) -> float:
-    """Median time of one call; calls are queued back to back so that dispatch is hidden."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            out = run()
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / calls)
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes per second, read and written, of copying 4 GiB."""
-    x = jax.random.bits(jax.random.key(0), (2**30,), jnp.uint32)
-    copy = jax.jit(lambda x: x ^ 1)
-    return 2 * x.nbytes / seconds(lambda: copy(x), 10)
 
 
 def chain_length(tokens: int) -> int:
