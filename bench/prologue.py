@@ -10,6 +10,7 @@ values written; stream and update read, stream and norm written. "plain" is the 
 
 import argparse
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
