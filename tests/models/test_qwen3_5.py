@@ -109,9 +109,9 @@ def test_a_heads_gate_scales_what_that_head_gives():
     x, positions = jax.random.normal(jax.random.key(0), (5, 8)), jnp.arange(5)
     step, rotate = PlainStep(jnp.zeros(5, int), positions), Rope(1e4, 2).at(positions)
     weight = layer.proj.weight[...]
-    layer.proj.weight[...] = weight.at[8:16].set(0)
+    layer.proj.weight[...] = weight.at[16:24].set(0)
     half_open = layer(x, rotate, step)
-    layer.proj.weight[...] = weight.at[8:12].set(0).at[12:16].set(jnp.eye(8)[:1] * 1e4)
+    layer.proj.weight[...] = weight.at[16:20].set(0).at[20:24].set(jnp.eye(8)[:1] * 1e4)
     second = layer(x, rotate, step)
     np.testing.assert_allclose(second[:, :4], half_open[:, :4], atol=1e-6)
     np.testing.assert_allclose(second[:, 4:], 2 * half_open[:, 4:] * (x[:, :1] > 0), atol=1e-6)

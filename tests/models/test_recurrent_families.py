@@ -48,6 +48,10 @@ class ResumingStep:
         keys, values = (self._extended(layer, name, x) for name, x in (("k", k), ("v", v)))
         return self._at_positions(self._plain().attend(self._spread(q), keys, values, layer, sinks))
 
+    def attend_projected(self, projected, prologue, layer, sinks):
+        q, k, v = prologue.heads(projected, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        return self.attend(q, k, v, layer, sinks)
+
     def attend_latent(self, q, rows, expansion, layer):
         rows = self._extended(layer, "latent", rows)
         return self._at_positions(self._plain().attend_latent(self._spread(q), rows, expansion, layer))
