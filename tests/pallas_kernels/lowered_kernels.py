@@ -26,7 +26,7 @@ def lowered() -> Iterator[str]:
             head_dim=64, dtype=jnp.bfloat16,
         )  # fmt: skip
         program = jax.jit(partial(attend, problem)).trace().lower(lowering_platforms=("cuda",)).as_text()
-        assert program.count("custom_call @mosaic_gpu") == 2
+        assert program.count("custom_call @mosaic_gpu") >= 2
         yield hashlib.sha256(program.encode()).hexdigest()
 
 

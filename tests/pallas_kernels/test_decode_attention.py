@@ -174,4 +174,4 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(ValueError, match=r"sinks must be 6 floats.*int32"):
         decode_attention(q, k, v, table, lens, scale=1.0, sinks=jnp.zeros(6, jnp.int32))
     with pytest.raises(ValueError, match="implementation must be"):
-        decode_attention(q, k, v, table, lens, scale=1.0, implementation="triton")
+        decode_attention(q, k, v, table, lens, scale=1.0, implementation="cuda")

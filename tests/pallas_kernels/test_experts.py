@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenspeed_jax.pallas_kernels.experts import expert_mlp
 from tokenspeed_jax.pallas_kernels.experts.activations import GatedActivation
 from tokenspeed_jax.pallas_kernels.experts.problems import ExpertProblem
-from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, tile_capacity, tile_rows_for
+from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles, mosaic_tile_rows, tile_capacity, tile_rows_for
 
 
 def problem(seed=0, *, tokens=40, top_k=2, num_experts=8, load="even", dtype=jnp.float32, bias=False):
@@ -129,7 +129,7 @@ def test_tiles_grow_with_the_load():
     assert tile_rows_for(16, 128) == 8
     assert tile_rows_for(512 * 8, 128) == 32
     assert tile_rows_for(8192 * 8, 128) == 128
-    assert tile_rows_for(512 * 8, 128, headroom=2) == 64
+    assert mosaic_tile_rows(512 * 8, 128) == 64
 
 
 @pytest.mark.parametrize(("gate", "up", "expected"), [(1, 2, 2.537387), (10, -9, -41.999719), (-3, 0.5, -0.027107)])
@@ -160,7 +160,7 @@ def test_clamped_swiglu_is_the_worked_example(gate, up, expected):
         ({}, {"activation": "swiglu_oai"}, "alpha"),
         ({}, {"activation": "relu"}, "relu"),
         ({}, {"limit": -1.0}, "limit"),
-        ({}, {"implementation": "triton"}, "triton"),
+        ({}, {"implementation": "cuda"}, "cuda"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, options, message):

@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(ValueError, match="hold no latents of 24 channels"):
         decode(q, PageView.from_array(jnp.zeros((3, 16, 1, 16))), table, lens)
     with pytest.raises(ValueError, match="implementation must be"):
-        decode(q, rows, table, lens, implementation="triton")
+        decode(q, rows, table, lens, implementation="cuda")
     q, key, value, rows, table, starts, lens = problem.prefill_arguments()
     with pytest.raises(ValueError, match=r"expected \[tokens, 3, 20\]"):
         prefill(q[..., :8], key, value, rows, table, starts, lens)
