@@ -11,7 +11,8 @@
 Counting is comparing: 64 choices or experts stand in the rows of a register matrix, what they are compared with in its
 columns, and a row's sum is a rank or a count. Nothing is sorted, and a slot depends on the choices before it alone. Up
 to `GROUP` choices every block counts for itself; of more, a kernel before counts each group (`_counts`), and a block
-compares its choices with those before them in their own group.
+compares its choices with those before them in their own group. For more than `MOST_TABLED_EXPERTS` experts XLA places
+the choices (`dispatch_xla`).
 """
 
 import dataclasses

@@ -23,7 +23,6 @@ by their log weights. They are rounded to q's dtype before, and each is weighted
 What a row does not see of its pages gets weight 0, not skipped: it must be finite.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -35,16 +34,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
-from tokenspeed_jax.pallas_kernels.latent_attention.splits import merged
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import NEVER, DecodeKernel, merged
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 PAGE = 64
 COMPUTE_WARPGROUPS = 2
 MAX_HEADS = 32  # more would not fit the registers
-# More steps than any row takes. Addresses that seem to depend on step / _NEVER, which is 0, are computed where they
-# are used; all of them known before the loop would take more registers than there are.
-_NEVER = 1 << 24
 REDUCED = 32  # values of each head that meet in shared memory: four warps', in eight lanes
 ROW_PIECE = 8  # rows of one swizzled tile
 HEADS_PIECE = 16  # heads are padded to a multiple, so that two forms of the kernel serve them all
@@ -64,17 +60,6 @@ class ColumnState(NamedTuple):
     top: jax.Array
     weight: jax.Array
     values: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """What is static in one compiled kernel."""
-
-    latent_dim: int
-    splits: int
-    rule: ScoreRule
-    first_row: int
-    interpreted: bool
 
 
 @functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "interpret"))
@@ -106,7 +91,7 @@ def latent_decode_narrow_mosaic(
         "ready": plgpu.Barrier(num_barriers=parts),
         "free": plgpu.Barrier(num_barriers=parts),
     }
-    static = _Kernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
+    static = DecodeKernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=[
@@ -136,7 +121,7 @@ def _block(
     out_ref: Ref,
     log_ref: Ref,
     *,
-    static: _Kernel,
+    static: DecodeKernel,
     **scratch: Ref,
 ) -> None:
     split, row = (lax.axis_index(name) for name in ("split", "row"))
@@ -165,7 +150,7 @@ def _load_pages(
     table_ref: Ref,
     begin: jax.Array,
     count: jax.Array,
-    static: _Kernel,
+    static: DecodeKernel,
     scratch: dict[str, Ref],
 ) -> None:
     plgpu.copy_gmem_to_smem(q_ref, scratch["q_smem"], scratch["q_ready"])
@@ -196,7 +181,7 @@ def _attend(
     begin: jax.Array,
     count: jax.Array,
     length: jax.Array,
-    static: _Kernel,
+    static: DecodeKernel,
     scratch: dict[str, Ref],
 ) -> None:
     """The work of one compute warpgroup: every second page."""
@@ -211,7 +196,7 @@ def _attend(
 
     def step_through(step: jax.Array, state: ColumnState) -> ColumnState:
         start = (begin + step * COMPUTE_WARPGROUPS + own) * PAGE
-        return _added(state, own, lax.div(step, _NEVER), length - start, static, scratch)
+        return _added(state, own, lax.div(step, NEVER), length - start, static, scratch)
 
     steps = lax.div(count + (COMPUTE_WARPGROUPS - 1) - own, COMPUTE_WARPGROUPS)
     state = lax.fori_loop(0, steps, step_through, state)
@@ -232,7 +217,7 @@ def _attend(
 
 
 def _over_tokens(
-    operation: str, values: jax.Array, own: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+    operation: str, values: jax.Array, own: jax.Array, static: DecodeKernel, scratch: dict[str, Ref]
 ) -> jax.Array:
     """Sum or maximum over the tokens of a page.
 
@@ -256,7 +241,7 @@ def _added(
     own: jax.Array,
     zero: jax.Array,
     visible: jax.Array,
-    static: _Kernel,
+    static: DecodeKernel,
     scratch: dict[str, Ref],
 ) -> ColumnState:
     """The state after the page in the own slot, of which the first `visible` rows count."""

@@ -37,7 +37,6 @@ shared memory is full, and each is weighted by at most 1.
 What a row does not see of its pages gets weight 0, not skipped: it must be finite. An odd last page is its own partner.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -49,29 +48,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels import mosaic_blocks as blocks
-from tokenspeed_jax.pallas_kernels.latent_attention.splits import merged
+from tokenspeed_jax.pallas_kernels.latent_attention.splits import NEVER, DecodeKernel, merged
 from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
 PAGE = 64
 COMPUTE_WARPGROUPS = 2
 ROW_PIECE = 8  # rows of one swizzled tile: heads are padded to whole tiles
-# More steps than any row takes. Addresses that seem to depend on step / _NEVER, which is 0, are computed where they
-# are used; all of them known before the loop would take more registers than there are.
-_NEVER = 1 << 24
 
 Ref = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """What is static in one compiled kernel."""
-
-    latent_dim: int
-    splits: int
-    rule: ScoreRule
-    first_row: int
-    interpreted: bool
 
 
 @functools.partial(jax.jit, static_argnames=("latent_dim", "rule", "splits", "interpret"))
@@ -102,7 +87,7 @@ def latent_decode_wide_mosaic(
     if splits > 1:
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch["log_smem"] = plgpu.SMEM((blocks.ROWS,), jnp.float32)
-    static = _Kernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
+    static = DecodeKernel(latent_dim, splits, rule, rows.first_row, interpret is not None)
     kernel = plgpu.kernel(
         functools.partial(_block, static=static),
         out_type=out_type,
@@ -147,7 +132,7 @@ def _block(
     lens_ref: Ref,
     out_ref: Ref,
     *log_ref_and_none: Ref,
-    static: _Kernel,
+    static: DecodeKernel,
     **scratch: Ref,
 ) -> None:
     split, row, tile = place = tuple(lax.axis_index(name) for name in ("split", "row", "tile"))
@@ -173,7 +158,7 @@ def _block(
         _load_pages(q_ref.at[row, tile], rows_ref, table_ref.at[row], begin, steps, length, static, scratch)
 
 
-def _half(own: int, static: _Kernel) -> Any:
+def _half(own: int, static: DecodeKernel) -> Any:
     half = static.latent_dim // COMPUTE_WARPGROUPS
     return pl.ds(own * half, half)
 
@@ -185,7 +170,7 @@ def _load_pages(
     begin: jax.Array,
     steps: jax.Array,
     length: jax.Array,
-    static: _Kernel,
+    static: DecodeKernel,
     scratch: dict[str, Ref],
 ) -> None:
     heads, row_dim = q_ref.shape
@@ -231,7 +216,7 @@ def _attend(
     begin: jax.Array,
     steps: jax.Array,
     length: jax.Array,
-    static: _Kernel,
+    static: DecodeKernel,
     scratch: dict[str, Ref],
 ) -> None:
     """The work of one compute warpgroup: the scores of one page of each pair, and half of the output's columns."""
@@ -240,7 +225,7 @@ def _attend(
 
     def step_through(step: jax.Array, state: blocks.RowState) -> blocks.RowState:
         start = ((begin + step) * COMPUTE_WARPGROUPS + own) * PAGE
-        zero = lax.div(step, _NEVER)
+        zero = lax.div(step, NEVER)
         scores = _scores(own, zero, static, scratch) * (static.rule.scale * blocks.LOG2_E)
         scores = blocks.visible_columns(scores, jnp.int32(0), length - start)
         return (_first_added, _second_added)[own](state, scores, zero, static, scratch)
@@ -275,7 +260,7 @@ def _shown(values: Ref) -> jax.Array:
     return plgpu.layout_cast(values[...], plgpu.Layout.WGMMA.reduce(1))
 
 
-def _scores(own: int, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]) -> jax.Array:
+def _scores(own: int, zero: jax.Array, static: DecodeKernel, scratch: dict[str, Ref]) -> jax.Array:
     """Products of all queries with the keys of the own page."""
     q_smem, page = scratch["q_smem"], scratch["rows_smem"].at[own + zero]
 
@@ -299,7 +284,7 @@ def _weighted(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _multiplied(
-    values: jax.Array, p: jax.Array | None, page: jax.Array, half: int, static: _Kernel, scratch: dict[str, Ref]
+    values: jax.Array, p: jax.Array | None, page: jax.Array, half: int, static: DecodeKernel, scratch: dict[str, Ref]
 ) -> jax.Array:
     """values + weights @ half of a page, done; the weights are `p`, or where the other warpgroup put them."""
 
@@ -319,7 +304,7 @@ def _multiplied(
 
 
 def _first_added(
-    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: DecodeKernel, scratch: dict[str, Ref]
 ) -> blocks.RowState:
     """Warpgroup 0's state after a pair of pages, of which `scores` are the first one's."""
     top = jnp.maximum(state.top, scores.max(axis=1))
@@ -345,7 +330,7 @@ def _first_added(
 
 
 def _second_added(
-    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: _Kernel, scratch: dict[str, Ref]
+    state: blocks.RowState, scores: jax.Array, zero: jax.Array, static: DecodeKernel, scratch: dict[str, Ref]
 ) -> blocks.RowState:
     """Warpgroup 1's state after a pair of pages, of which `scores` are the second one's."""
     own_top = scores.max(axis=1)

@@ -180,11 +180,10 @@ def _block(
 ) -> None:
     *bias_refs, out_ref = bias_and_out_ref
     tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
-    rows = pl.ds(0, x_ref.shape[0])
 
     @pl.when(warpgroup == 1)
     def _load() -> None:
-        _load_chunks(x_ref, w_ref, rows, tile, gate is not None, tiling, scratch)
+        _load_chunks(x_ref, w_ref, tile, gate is not None, tiling, scratch)
 
     @pl.when(warpgroup == 0)
     def _compute() -> None:
@@ -207,14 +206,13 @@ def _block(
         out_smem = scratch["out_smem"]
         out_smem[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, rows.size)], out_ref.at[rows, pl.ds(tile * width, width)])
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_ref.shape[0])], out_ref.at[:, pl.ds(tile * width, width)])
         plgpu.wait_smem_to_gmem(0)
 
 
 def _load_chunks(
     x_ref: Ref,
     w_ref: Ref,
-    rows: pl.Slice,
     tile: jax.Array,
     gated: bool,
     tiling: LinearTiling,
@@ -234,7 +232,8 @@ def _load_chunks(
             weight_rows = pl.ds(tile * width + part * (w_ref.shape[0] // 2), width)
             w_smem = scratch["w_smem"].at[slot, pl.ds(part * width, width)]
             plgpu.copy_gmem_to_smem(w_ref.at[weight_rows, channels], w_smem, ready)
-        plgpu.copy_gmem_to_smem(x_ref.at[rows, channels], scratch["x_smem"].at[slot, pl.ds(0, rows.size)], ready)
+        x_smem = scratch["x_smem"].at[slot, pl.ds(0, x_ref.shape[0])]
+        plgpu.copy_gmem_to_smem(x_ref.at[:, channels], x_smem, ready)
 
     @pl.loop(max(chunks - tiling.stages, 0), chunks)
     def _drain(chunk: jax.Array) -> None:
