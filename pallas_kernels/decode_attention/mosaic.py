@@ -72,14 +72,9 @@ def decode_attention_mosaic(
     kv_heads = k.page_shape[1]
     group = heads // kv_heads
     if _tile_rows(group) > blocks.ROWS:
-        missing = blocks.ROWS - group
-        full = jnp.pad(q.reshape(batch, kv_heads, group, dim), ((0, 0), (0, 0), (0, missing), (0, 0)))
-        if sinks is not None:
-            sinks = jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, missing))).reshape(-1)
-        out = decode_attention_mosaic(
-            full.reshape(batch, -1, dim), k, v, page_table, kv_lens, rule, sinks, tiling=tiling, interpret=interpret
-        )
-        return out.reshape(full.shape)[:, :, :group].reshape(q.shape)
+        full, sinks = _full_groups(q, sinks, kv_heads)
+        out = decode_attention_mosaic(full, k, v, page_table, kv_lens, rule, sinks, tiling=tiling, interpret=interpret)
+        return out.reshape(batch, kv_heads, -1, dim)[:, :, :group].reshape(q.shape)
     if tiling is None:
         tiling = DecodeTiling.choose(
             rows=batch,
@@ -119,6 +114,18 @@ def decode_attention_mosaic(
     if split:
         out = merge_pieces(out, lens, rule, tiling, out_type=result, interpret=interpret)
     return out.reshape(q.shape)
+
+
+def _full_groups(
+    q: Float[Array, "batch heads dim"], sinks: Float[Array, " heads"] | None, kv_heads: int
+) -> tuple[Float[Array, "batch padded_heads dim"], Float[Array, " padded_heads"] | None]:
+    """Queries and sinks with groups padded to all rows of a tile, for groups that could begin too late in one."""
+    batch, heads, dim = q.shape
+    missing = blocks.ROWS - heads // kv_heads
+    q = jnp.pad(q.reshape(batch, kv_heads, -1, dim), ((0, 0), (0, 0), (0, missing), (0, 0))).reshape(batch, -1, dim)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(kv_heads, -1), ((0, 0), (0, missing))).reshape(-1)
+    return q, sinks
 
 
 def _tile_rows(group: int) -> int:

@@ -372,13 +372,7 @@ def _multiply(
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, tiling.rows_each)], out_ref.at[rows, columns])
 
     def pass_by(item: jax.Array) -> None:
-        """For a warpgroup whose rows of the tile hold no token."""
-
-        @pl.loop(0, chunks)
-        def _chunk(chunk: jax.Array) -> None:
-            slot = slot_of(item, chunk)
-            plgpu.barrier_wait(scratch["ready"].at[slot])
-            plgpu.barrier_arrive(scratch["free"].at[slot])
+        pl.loop(0, chunks)(lambda chunk: _pass_by(slot_of(item, chunk), scratch))
 
     @pl.loop(0, items)
     def _item(item: jax.Array) -> None:
@@ -389,3 +383,9 @@ def _multiply(
             lax.cond(is_live, product, pass_by, item)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _pass_by(slot: jax.Array, scratch: dict[str, Ref]) -> None:
+    """One chunk of a tile in which a warpgroup's rows hold no token."""
+    plgpu.barrier_wait(scratch["ready"].at[slot])
+    plgpu.barrier_arrive(scratch["free"].at[slot])

@@ -90,13 +90,7 @@ def latent_prefill_attention_mosaic(
     state = _empty_state(windows, group, value.shape[1]) if most > count else None
     # Traced and lowered once for all groups of heads.
     attend = jax.jit(
-        functools.partial(
-            attend_expanded,
-            rule=rule,
-            latent_dim=latent_dim,
-            group_heads=group,
-            interpret=interpret,
-        )
+        functools.partial(attend_expanded, rule=rule, latent_dim=latent_dim, group_heads=group, interpret=interpret)
     )
 
     def step(first_head: int, piece: Int[Array, ""]) -> None:

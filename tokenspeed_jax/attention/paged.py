@@ -103,7 +103,8 @@ class PagedStep:
             self._routed.write_locations(binding),
             prologue,
             num_heads=layer.num_heads,
-            implementation=self._implementation,
+            # Its kernel serves other shapes than those of attention, so who names theirs does not ask for it.
+            implementation=None if self._implementation == "mosaic" else self._implementation,
         )
         for field_id, view in zip(fields, (keys, values), strict=True):
             self.planes[self._arena.plane_of(field_id)] = view.plane
