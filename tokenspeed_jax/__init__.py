@@ -4,6 +4,7 @@ from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.engine import Engine
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput, Sample
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest, ProfilerError
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "RequestOutput",
     "Sample",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
 
 MAX_N = 128
@@ -51,6 +52,7 @@ class SamplingParams:
         logprobs: return log-probabilities of the generated tokens.
         top_logprobs: also return this many most probable tokens per position.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the text has to look like.
     """
 
     n: int = 1
@@ -71,6 +73,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -97,6 +100,11 @@ class SamplingParams:
         for name in ("ignore_eos", "logprobs", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", parameter=name)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequest(
+                f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}",
+                parameter="structured_outputs",
+            )
         self._check_stop()
         self._check_bias()
 
