@@ -224,7 +224,7 @@ def test_what_constrains_the_reply_has_the_fate_it_has_in_chat(
             assert engine.submitted[-1][1] == there
         else:
             message = refused(client, extra, ASK)
-            own = param.replace("response_format", "output_config.format")
+            own = param.replace(".json_schema", "").replace("response_format", "output_config.format")
             assert own in message
 
 

@@ -78,10 +78,15 @@ def streamed(make: Any, deltas: Sequence[RequestDelta]) -> list[Any]:
 
 
 def whole(make: Any, deltas: Sequence[RequestDelta]) -> Any:
-    choice = Choice(0, 0, PROMPT, keeps_output=True)
+    return json.loads(whole_body(make(), deltas))
+
+
+def whole_body(reply: Any, deltas: Sequence[RequestDelta]) -> bytes:
+    choice = Choice(0, 0, PROMPT, keeps_output=reply.keeps_choices)
     for delta in deltas:
         choice.push(delta)
-    return json.loads(make().body([choice]))
+        reply.take(0, delta)
+    return reply.body([choice])
 
 
 def responses_reply() -> ResponsesReply:
@@ -204,6 +209,4 @@ def test_arguments_that_are_no_object_are_handed_on_in_one(arguments: str) -> No
 
 def test_numbers_in_arguments_stay_as_they_were_written() -> None:
     deltas = deltas_of('<tool_call>\n{"name": "weather", "arguments": {"n": 1.10}}\n</tool_call>', (), "stop")
-    choice = Choice(0, 0, PROMPT, keeps_output=True)
-    choice.push(deltas[0])
-    assert b'"input":{"n": 1.10}' in messages_reply().body([choice])
+    assert b'"input":{"n": 1.10}' in whole_body(messages_reply(), deltas)

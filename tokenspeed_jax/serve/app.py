@@ -217,7 +217,7 @@ class ModelServer:
             prompts,
             params,
             request_id=reply_id,
-            keeps_output=not parsed.stream,
+            keeps_output=not parsed.stream and reply.keeps_choices,
             shows_aborts=is_native,
             renamed=parsed.names,
             priority=parsed.priority or 0,
@@ -228,7 +228,7 @@ class ModelServer:
             return EventStream(_events(generation, reply), reply.failure, generation.close, headers)
         with contextlib.closing(generation):
             try:
-                choices = await while_connected(request.receive, generation.finish())
+                choices = await while_connected(request.receive, generation.finish(reply.take))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         return Response(reply.body(choices), headers=headers, media_type=_JSON)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -50,9 +50,17 @@ class StreamedReply(Protocol):
 
 
 class ChunkedReply:
-    """A reply that streams as chunks without names, and `[DONE]`: the older protocols of OpenAI, and SGLang's."""
+    """A reply that streams as chunks without names, and `[DONE]`: the older protocols of OpenAI, and SGLang's.
 
+    Attributes:
+        keeps_choices: whether a whole reply is made of what its choices keep, instead of the deltas that it takes.
+    """
+
+    keeps_choices: ClassVar[bool] = True
     _head: ReplyHead
+
+    def take(self, index: int, delta: RequestDelta) -> None:
+        """Nothing: the whole reply is made of its choices, which keep what they are given."""
 
     def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
         """The chunks that one delta of choice `index` becomes."""

@@ -97,6 +97,8 @@ class CountTokensRequest(TranslatedRequest, forbid_unknown_fields=True, kw_only=
     chat_names: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
         "reasoning_effort": "output_config.effort",
+        "tool_choice.function": "tool_choice",
+        "response_format.json_schema": "output_config.format",
         "response_format": "output_config.format",
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }

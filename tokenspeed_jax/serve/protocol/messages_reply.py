@@ -1,6 +1,6 @@
 """The reply of `/v1/messages`: a message of content blocks, or the events by which it comes about."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ _DELTAS = {
 class MessagesReply:
     """Turns the deltas of one request into its body or its events."""
 
+    keeps_choices: ClassVar[bool] = False
+
     def __init__(
         self,
         head: ReplyHead,
@@ -42,13 +44,15 @@ class MessagesReply:
         self._format = reply_format
         self._parts: ReplyParts | None = None
 
+    def take(self, index: int, delta: RequestDelta) -> None:
+        """One delta of a whole message."""
+        self._parts_for(delta.prompt_token_ids).push(delta)
+
     def body(self, choices: list[Choice]) -> bytes:
         """The whole message as JSON: what the events of a stream would have made."""
         (choice,) = choices
-        parts = self._parts_for(choice.prompt_token_ids)
-        for delta in choice.deltas:
-            parts.push(delta)
-        message = self._message([_whole_block(part) for part in parts.parts], self._usage(choice))
+        parts = self._parts_for(choice.prompt_token_ids).parts
+        message = self._message([_whole_block(part) for part in parts], self._usage(choice))
         return msgspec.json.encode(message | self._end(choice))
 
     def opening(self) -> bytes:

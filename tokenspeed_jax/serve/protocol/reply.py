@@ -13,7 +13,6 @@ class Choice:
     Attributes:
         index: `prompt index * n + sample index`, OpenAI's order.
         keeps_output: False in a stream, where only counts are needed after a delta was sent.
-        deltas: what the choice was gathered from, for replies that are read piece by piece.
     """
 
     index: int
@@ -27,7 +26,6 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    deltas: list[RequestDelta] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -43,7 +41,6 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         if self.keeps_output:
-            self.deltas.append(delta)
             self.token_ids += delta.token_ids
             self.text_parts.append(delta.text)
             self.logprobs += delta.logprobs or []

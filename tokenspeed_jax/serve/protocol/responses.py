@@ -84,6 +84,8 @@ class ResponsesRequest(TranslatedRequest, forbid_unknown_fields=True, kw_only=Tr
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
+        "tool_choice.allowed_tools": "tool_choice",
+        "tool_choice.function": "tool_choice",
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
     }

@@ -3,7 +3,7 @@
 import itertools
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ _CALL_EVENT = "response.function_call_arguments"
 class ResponsesReply:
     """Turns the deltas of one request into its body or its events."""
 
+    keeps_choices: ClassVar[bool] = False
+
     def __init__(
         self,
         head: ReplyHead,
@@ -43,10 +45,12 @@ class ResponsesReply:
         self._item_ids: list[str] = []
         self._sequence = itertools.count()
 
+    def take(self, index: int, delta: RequestDelta) -> None:
+        """One delta of a whole reply."""
+        self._events(delta)
+
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON: what the events of a stream would have made."""
-        for delta in choices[0].deltas:
-            self._events(delta)
         return msgspec.json.encode(self._complete(choices[0]))
 
     def opening(self) -> bytes:

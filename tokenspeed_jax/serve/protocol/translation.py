@@ -23,7 +23,7 @@ class TranslatedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """
 
     chat_names: ClassVar[Mapping[str, str]] = {}
-    """Fields of chat by the names that this protocol has for them, where they differ."""
+    """Fields of chat by the names that this protocol has for them, where they differ; the longest ones first."""
     includes_usage: ClassVar[bool] = False
 
     model: str
@@ -76,7 +76,8 @@ class TranslatedRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     def _own_name(self, name: str) -> str:
         for theirs, own in self.chat_names.items():
             if name == theirs or name.startswith((f"{theirs}.", f"{theirs}[")):
-                return own
+                # A message of chat is not at the place at which the client sent it.
+                return own if theirs == "messages" else own + name.removeprefix(theirs)
         return name
 
 
