@@ -15,6 +15,7 @@ ABSENT = (
     "h11",
     "llguidance",
     "openai",
+    "anthropic",
 )
 
 PROGRAM = """

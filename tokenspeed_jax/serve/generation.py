@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -255,10 +255,11 @@ class Generation:
             if self._failure is not None and not is_done:
                 raise self._failure
 
-    async def finish(self) -> list[Choice]:
-        """Waits for the end and returns the finished choices. Raises as `batches` does."""
-        async for _ in self.batches():
-            pass
+    async def finish(self, take: Callable[[int, RequestDelta], None] = lambda _index, _delta: None) -> list[Choice]:
+        """Gives `take` every (choice index, delta) and returns the finished choices. Raises as `batches` does."""
+        async for batch in self.batches():
+            for index, delta in batch:
+                take(index, delta)
         return self.choices
 
     def abort(self, name: str | None = None) -> bool:

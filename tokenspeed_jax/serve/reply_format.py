@@ -24,6 +24,16 @@ class ReplyFormat:
             for has_tools in (False, True)
         }
 
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+        return self._format.reasoning is not None
+
+    @property
+    def reasoning_switches(self) -> tuple[str, ...]:
+        """Variables by which chat templates turn reasoning on or off; gpt-oss's only knows efforts."""
+        return () if self._format.reasoning == "openai_gptoss" else ("enable_thinking", "thinking")
+
     def _is_special(self, marker: str) -> bool:
         return not self._tokenizer.special_ids.isdisjoint(self._tokenizer.encode(marker, False))
 

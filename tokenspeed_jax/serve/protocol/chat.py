@@ -17,6 +17,7 @@ from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, Sampli
 from tokenspeed_jax.serve.protocol.tools import Tool, ToolChoice, offered_tools
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -97,7 +98,13 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         return [tokenizer.encode(text, False)]
 
 
-class ChatReply:
+def message_deltas(request: ChatRequest, reply_format: ReplyFormat, prompt_token_ids: Sequence[int]) -> MessageDeltas:
+    """The assistant's message of one reply, before its first token."""
+    parser = reply_format.parser(request.offered_tools, prompt_token_ids, request.continued)
+    return MessageDeltas(parser, allows_parallel=request.parallel_tool_calls is not False)
+
+
+class ChatReply(ChunkedReply):
     """Turns the deltas of one chat request into its body or its chunks."""
 
     def __init__(
@@ -117,8 +124,7 @@ class ChatReply:
         self._open: dict[int, MessageDeltas] = {}
 
     def _deltas(self, prompt_token_ids: Sequence[int]) -> MessageDeltas:
-        parser = self._format.parser(self._request.offered_tools, prompt_token_ids, self._request.continued)
-        return MessageDeltas(parser, allows_parallel=self._request.parallel_tool_calls is not False)
+        return message_deltas(self._request, self._format, prompt_token_ids)
 
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON."""

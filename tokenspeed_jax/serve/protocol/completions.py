@@ -13,6 +13,7 @@ from tokenspeed_jax.serve.protocol.logprobs import CompletionLogprobs, TokenName
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -69,7 +70,7 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         return [prompt] if kinds == {int} else prompt  # pyright: ignore[reportReturnType]
 
 
-class CompletionReply:
+class CompletionReply(ChunkedReply):
     """Turns the deltas of one completions request into its body or its chunks."""
 
     def __init__(self, head: ReplyHead, request: CompletionRequest, params: SamplingParams, names: TokenNames) -> None:

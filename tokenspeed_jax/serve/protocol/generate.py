@@ -17,6 +17,7 @@ from tokenspeed_jax.serve.protocol.logprobs import LOWEST_LOGPROB, TokenNames
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import bias_by_id, empty, equals
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 _DEFAULT_MAX_NEW_TOKENS = 128
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
@@ -180,7 +181,7 @@ class _Part:
     top_logprobs: list[list[list[Any]]] = field(default_factory=list)
 
 
-class GenerateReply:
+class GenerateReply(ChunkedReply):
     """Turns the deltas of one request into its body or its chunks.
 
     Args:
