@@ -18,7 +18,10 @@ from .conftest import EngineFactory
 
 PAGE = 16
 EVENTS = KVEventsConfig(
-    enable_kv_cache_events=True, endpoint="inproc://kv-events", replay_endpoint="inproc://kv-events-replay"
+    enable_kv_cache_events=True,
+    endpoint="inproc://kv-events",
+    replay_endpoint="inproc://kv-events-replay",
+    max_queue_size=8,
 )
 SMALL_ARENA = 1 << 18
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -136,6 +139,32 @@ def test_the_router_knows_every_hit_while_prompts_push_each_other_out(engine: En
         hits.append(expected)
     assert any(event["type"] == "BlockRemoved" for event in router.events)
     assert {0, PAGE} < set(hits)
+
+
+def test_a_publisher_that_hangs_holds_nobody_up_and_nothing_is_lost(
+    engine: Engine, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = engine._assembly.publisher
+    assert publisher is not None
+    publish, go_on = publisher._publish, threading.Event()
+
+    def hang(*arguments: Any) -> None:
+        assert go_on.wait(SECONDS)
+        publish(*arguments)
+
+    monkeypatch.setattr(publisher, "_publish", hang)
+    prompts = [ids(500 + number, 3 * PAGE + 1) for number in range(16)]
+    for prompt in prompts:
+        engine.generate(prompt, GREEDY)
+    assert publisher.is_full
+    go_on.set()
+    while publisher.is_full:
+        time.sleep(0.001)
+    assert generate(engine, router, prompts[-1]) == 3 * PAGE
+    for prompt in prompts:
+        expected = router.model.hit(prompt)
+        assert generate(engine, router, prompt) == expected
+    assert engine.stats().kv_events_dropped == 0
 
 
 def test_the_first_batch_says_that_the_cache_is_empty(engine: Engine, router: Router) -> None:

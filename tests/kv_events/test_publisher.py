@@ -67,7 +67,7 @@ def test_batches_come_in_order_numbered_and_under_the_topic(
     endpoint = {"inproc": config.endpoint, "ipc": f"ipc://{tmp_path}/e", "tcp": "tcp://0.0.0.0:*"}[transport]
     publisher = started(dataclasses.replace(config, endpoint=endpoint, topic="kv@me@model"), publishers)
     if transport == "tcp":
-        endpoint = publisher._address(publisher._socket).replace("0.0.0.0", "127.0.0.1")
+        endpoint = publisher._socket.getsockopt_string(zmq.LAST_ENDPOINT).replace("0.0.0.0", "127.0.0.1")
     with Subscriber(endpoint, topic="kv@me") as subscriber:
         last = join(subscriber, publisher)
         for number in range(1, 6):

@@ -1,5 +1,8 @@
 """The bytes that subscribers of vLLM's events read."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from tokenspeed_jax.kv_events.feed import EventBatch
@@ -47,6 +50,49 @@ def test_a_prompt_is_one_event_with_the_names_of_vllm() -> None:
         ],
         0,
     ]
+
+
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_subscribers_that_declare_the_types_of_the_fields_can_read_them(as_arrays: bool) -> None:
+    class Stored(msgspec.Struct, tag="BlockStored", array_like=as_arrays):
+        block_hashes: list[int | bytes]
+        parent_block_hash: int | bytes | None
+        token_ids: list[int]
+        block_size: int
+        lora_id: int | None
+        medium: str | None
+        lora_name: str | None
+        extra_keys: list[tuple[Any, ...] | None] | None = None
+        group_idx: int | None = None
+        kv_cache_spec_kind: str | None = None
+        kv_cache_spec_sliding_window: int | None = None
+
+    class Removed(msgspec.Struct, tag="BlockRemoved", array_like=as_arrays):
+        block_hashes: list[int | bytes]
+        medium: str | None
+        group_idx: int | None = None
+
+    class Cleared(msgspec.Struct, tag="AllBlocksCleared", array_like=as_arrays):
+        pass
+
+    class Batch(msgspec.Struct, array_like=True):
+        ts: float
+        events: list[Stored | Removed | Cleared]
+        data_parallel_rank: int | None = None
+
+    s = announcing(usable=3)
+    run(s, "a", [1, 2, 3])
+    s.scheduler.drain_kv_events()
+    run(s, "b", [4, 5, 6, 7, 8], "tenant")
+    events = s.scheduler.drain_kv_events()
+    payload = BatchEncoder(GROUP, "array" if as_arrays else "map").encode(EventBatch(3.5, True, events))
+    batch = msgspec.msgpack.decode(payload, type=Batch)
+    cleared, removed, stored = batch.events
+    assert (batch.ts, batch.data_parallel_rank, type(cleared)) == (3.5, 0, Cleared)
+    assert removed == Removed([page_hash([1, 2])], "GPU", 1)
+    assert isinstance(stored, Stored)
+    assert (stored.token_ids, stored.extra_keys) == ([4, 5, 6, 7], [("tenant",), None])
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (1, "full_attention")
 
 
 def test_the_older_encoding_has_the_same_values_in_vllms_order() -> None:

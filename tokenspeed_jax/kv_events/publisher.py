@@ -76,9 +76,9 @@ class EventPublisher:
         encode = BatchEncoder(AnnouncedGroup.of(groups), self._config.event_encoding).encode
         self._thread = threading.Thread(target=self._run, args=(encode,), name="tokenspeed-kv-events", daemon=True)
         self._thread.start()
-        _LOG.info("KV-cache events, with the token ids of every prompt, go to %s", self._address(self._socket))
+        _LOG.info("KV-cache events, with the token ids of every prompt, go to %s", _address(self._socket))
         if self._replay is not None:
-            _LOG.info("KV-cache events are sent again from %s", self._address(self._replay))
+            _LOG.info("KV-cache events are sent again from %s", _address(self._replay))
 
     def put(self, batch: EventBatch) -> None:
         """Queues a batch. The caller looks at `is_full` first."""
@@ -146,12 +146,12 @@ class EventPublisher:
                 continue
             if is_bound:  # at once: what closing begins goes on behind it
                 with contextlib.suppress(zmq.ZMQError):
-                    socket.unbind(socket.getsockopt(zmq.LAST_ENDPOINT))
+                    socket.unbind(_address(socket))
             socket.close(linger=_LINGER_MILLISECONDS)
 
-    @staticmethod
-    def _address(socket: "zmq.Socket[bytes]") -> str:
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+def _address(socket: "zmq.Socket[bytes]") -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def _open(
