@@ -274,7 +274,15 @@ class PD:
         def request_id(self) -> str: ...
 
 class KVEvent:
+    """Prefixes that came into the device cache, or left it.
+
+    With a full-history group in the configuration, a page is there when all such groups have it, whatever the windows
+    and states hold; without, when all groups do.
+    """
+
     class BlockStored:
+        """One page. `cache_salt` is that of the requests that share it, on a prompt's first page only."""
+
         @property
         def kind(self) -> str: ...
         @property
@@ -285,6 +293,8 @@ class KVEvent:
         def token_ids(self) -> list[int]: ...
         @property
         def block_size(self) -> int: ...
+        @property
+        def cache_salt(self) -> str: ...
 
     class BlockRemoved:
         @property

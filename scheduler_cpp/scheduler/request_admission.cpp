@@ -4,6 +4,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <string>
 #include <utility>
 
 namespace tokenspeed {
@@ -26,8 +27,9 @@ void RequestAdmission::DescribePages(Request& request, int32_t first_page, int32
   const auto hashes = request.PrefixHashes(config_.prefix_granularity, num_pages);
   const auto event_hashes = request.EventHashes(config_.prefix_granularity, num_pages);
   const std::span<const int32_t> tokens = request.tokens();
+  const std::string cache_salt = request.CacheSalt();
   for (auto page = static_cast<std::size_t>(first_page); page < hashes.size(); ++page) {
-    ledger_->Describe(hashes[page], event_hashes, page, tokens.subspan(page * width, width));
+    ledger_->Describe(hashes[page], event_hashes, page, tokens.subspan(page * width, width), cache_salt);
   }
 }
 

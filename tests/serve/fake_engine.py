@@ -62,6 +62,7 @@ class FakeStats:
     live_tokens: int = 77
     parents_in_use: int = 4
     num_parents: int = 16
+    kv_events_dropped: int = 0
 
 
 GROUP = GroupCapacity(

@@ -26,6 +26,7 @@ from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import unpack_outputs
 from tokenspeed_jax.errors import EngineClosed
+from tokenspeed_jax.kv_events.feed import KVEventFeed
 
 _LOG = logging.getLogger(__name__)
 _MAX_EMPTY_ROUNDS = 1000
@@ -77,6 +78,7 @@ class StepLoop:
         *,
         overlap_depth: int,
         eos_token_ids: Collection[int],
+        kv_events: KVEventFeed | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._programs = programs
@@ -84,6 +86,7 @@ class StepLoop:
         self._stats = stats
         self._overlap_depth = overlap_depth
         self._eos_token_ids = eos_token_ids
+        self._kv_events = kv_events
         self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -139,7 +142,7 @@ class StepLoop:
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, with nothing dropped, while requests hold cached blocks."""
-        return self.ask(self._scheduler.clear_cache)
+        return self.ask(self._clear_cache)
 
     def close(self, timeout: float | None = None) -> None:
         """Aborts what runs and ends the thread."""
@@ -225,6 +228,16 @@ class StepLoop:
         while len(self._in_flight) > max(keep, 0):
             self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
+        # Last, while the device is at work on the step that was dispatched.
+        if self._kv_events is not None:
+            self._kv_events.forward()
+            self._stats.observe_kv_events(self._kv_events.dropped)
+
+    def _clear_cache(self) -> bool:
+        cleared = self._scheduler.clear_cache()
+        if cleared and self._kv_events is not None:
+            self._kv_events.clear()
+        return cleared
 
     def _prepare_blocks(self, plan: scheduling.ExecutionPlan) -> None:
         """Fresh blocks are cleared where that is needed, and blocks of forks are copied, before the batch runs."""

@@ -25,6 +25,7 @@ class EngineStats:
         compilations_after_warmup: programs compiled since the engine was ready; 0 when every shape was warm.
         arena_bytes: bytes of the cache arena.
         step_seconds_total: time from dispatch to landing, summed over `steps`.
+        kv_events_dropped: cached pages of which routers were never told, because the publisher was too far behind.
     """
 
     running: int = 0
@@ -44,6 +45,7 @@ class EngineStats:
     arena_bytes: int = 0
     step_seconds_total: float = 0.0
     steps: int = 0
+    kv_events_dropped: int = 0
 
 
 class StatsCollector:
@@ -57,6 +59,7 @@ class StatsCollector:
         self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
         self._live_tokens = 0
+        self._kv_events_dropped = 0
         self._gauges = (0, 0, 0, 0, 0)
 
     def observe_arrival(self, prompt_tokens: int) -> None:
@@ -98,6 +101,11 @@ class StatsCollector:
         with self._lock:
             self._gauges = gauges
 
+    def observe_kv_events(self, dropped: int) -> None:
+        """Routers were told what changed in the cache, except of so many pages since the start."""
+        with self._lock:
+            self._kv_events_dropped = dropped
+
     def snapshot(self, *, arena_bytes: int, compilations_after_warmup: int) -> EngineStats:
         """The current figures."""
         with self._lock:
@@ -120,4 +128,5 @@ class StatsCollector:
                 arena_bytes=arena_bytes,
                 step_seconds_total=self._step_seconds,
                 steps=self._counts["steps"],
+                kv_events_dropped=self._kv_events_dropped,
             )

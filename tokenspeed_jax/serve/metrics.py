@@ -31,6 +31,7 @@ _COUNTERS = (
     ("compilations_after_warmup", "compilations_after_warmup", "programs compiled since the engine was ready"),
     ("steps", "steps", "steps landed"),
     ("step_seconds", "step_seconds_total", "time from dispatch to landing, summed over steps"),
+    ("kv_events_dropped", "kv_events_dropped", "cached pages of which routers were never told"),
 )
 
 
