@@ -1,6 +1,7 @@
 """GGUF files: the same model, tokens and numbers as the folder they were made from."""
 
 import json
+import struct
 from pathlib import Path
 
 import gguf
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenspeed_jax.errors import CheckpointError
 from tokenspeed_jax.models.rope import Llama3Scaling, Rope
@@ -283,3 +286,62 @@ def test_file_that_is_cut_short_is_refused(export, tmp_path):
     short.write_bytes(whole[:4] + b"\x09" + whole[5:])
     with pytest.raises(CheckpointError, match="version 9"):
         open_checkpoint(str(short))
+
+
+def gguf_header(*fields: bytes, tensors: bytes = b"", num_tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(fields)) + b"".join(fields) + tensors
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def floats(name: str, *shape: int, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        gguf_header(text("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+        gguf_header(text("a") + struct.pack("<IIQ", 9, 0, 2**64 - 1)),
+        gguf_header(text("a") + struct.pack("<IIQ", 9, 8, 2**64 - 1)),
+        gguf_header(text("a") + struct.pack("<IQ", 8, 2**64 - 1)),
+        gguf_header(text("a") + struct.pack("<I", 99)),
+        gguf_header(*[text("a") + struct.pack("<IB", 0, 1)] * 2),
+        gguf_header(text("general.alignment") + struct.pack("<II", 4, 0)),
+        gguf_header(text("general.alignment") + struct.pack("<I", 8) + text("x")),
+        gguf_header(tensors=floats("t", 2**63, 2**63), num_tensors=1),
+        gguf_header(tensors=floats("t", 8, 0), num_tensors=1),
+        gguf_header(tensors=floats("t", 8, offset=2**63), num_tensors=1),
+        gguf_header(tensors=floats("t", 8) * 2, num_tensors=2),
+        gguf_header(tensors=floats("t", 8) + floats("u", 8, offset=16), num_tensors=2),
+        gguf_header(num_tensors=2**64 - 1),
+    ],
+)
+def test_header_that_lies_is_refused(header, tmp_path):
+    path = tmp_path / "lying.gguf"
+    path.write_bytes(header + bytes(64))
+    with pytest.raises(CheckpointError, match=r"lying\.gguf"):
+        GgufFile(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_header_is_refused_or_can_be_read_whole(data, tmp_path_factory):
+    header = gguf_header(
+        text("general.alignment") + struct.pack("<II", 4, 32),
+        text("list") + struct.pack("<IIQ3H", 9, 2, 3, 1, 2, 3),
+        tensors=floats("t", 4, 2) + floats("u", 8, offset=32),
+        num_tensors=2,
+    )
+    damaged = bytearray(header)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(4, len(header) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(bytes(damaged) + bytes(96))
+    try:
+        file = GgufFile(path)
+        assert sum(file.dequantized(item, 0, item.rows).size for item in file.tensors.values()) <= 1024
+    except CheckpointError as error:
+        assert "damaged.gguf" in str(error)

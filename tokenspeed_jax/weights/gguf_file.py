@@ -5,6 +5,7 @@ takes many seconds for 262,144 of them; the package's tables and its dequantisat
 """
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
@@ -23,6 +24,7 @@ _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
+_DEEPEST_ARRAY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +90,30 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: GGUF version {version} is not supported (served: 2, 3)")
         num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")
         for _ in range(num_fields):
-            key = cursor.string()
+            if (key := cursor.string()) in self.metadata:
+                raise CheckpointError(f"{self.path}: the field {key} is there twice")
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         described = [self._describe(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise CheckpointError(f"{self.path}: general.alignment must be a positive number, got {alignment!r}")
         base = -(-cursor.position // alignment) * alignment
         for tensor in described:
             placed = dataclasses.replace(tensor, start=base + tensor.start)
             end = placed.start + placed.rows * placed.row_bytes
             if end > size:
                 raise CheckpointError(f"{self.path} is cut short: tensor {placed.name} ends at byte {end} of {size}")
+            if placed.name in self.tensors:
+                raise CheckpointError(f"{self.path}: tensor {placed.name} is there twice")
             self.tensors[placed.name] = placed
+        self._check_overlaps()
+
+    def _check_overlaps(self) -> None:
+        """Two tensors that share bytes are a header that lies about one of them."""
+        placed = sorted(self.tensors.values(), key=lambda tensor: tensor.start)
+        for tensor, other in itertools.pairwise(placed):
+            if other.start < tensor.start + tensor.rows * tensor.row_bytes:
+                raise CheckpointError(f"{self.path}: the bytes of tensors {tensor.name} and {other.name} overlap")
 
     def _describe(self, cursor: "_Cursor") -> GgufTensor:
         name = cursor.string()
@@ -106,6 +121,8 @@ class GgufFile:
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise CheckpointError(f"{self.path}: tensor {name} has {dimensions} dimensions")
         shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
+        if not all(shape):
+            raise CheckpointError(f"{self.path}: tensor {name} has no values: its shape is {shape}")
         number, offset = cursor.scalar("I"), cursor.scalar("Q")
         try:
             kind = GGMLQuantizationType(number)
@@ -127,9 +144,11 @@ class _Cursor:
         self.position = 0
 
     def take(self, size: int) -> bytes:
+        # Compared before anything is copied: a size out of a hostile header may be that of the whole file.
+        if size > len(self._data) - self.position:
+            left = len(self._data) - self.position
+            raise IndexError(f"wanted {size} bytes at byte {self.position}, found {left}")
         chunk = self._data[self.position : self.position + size]
-        if len(chunk) != size:
-            raise IndexError(f"wanted {size} bytes at byte {self.position}, found {len(chunk)}")
         self.position += size
         return chunk
 
@@ -139,7 +158,7 @@ class _Cursor:
     def string(self) -> str:
         return self.take(int.from_bytes(self.take(8), "little")).decode()
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -147,7 +166,9 @@ class _Cursor:
             if inner in _SCALARS:
                 form = f"<{count}{_SCALARS[inner]}"
                 return list(struct.unpack(form, self.take(struct.calcsize(form))))
-            return [self.value(inner) for _ in range(count)]
+            if depth == _DEEPEST_ARRAY:
+                raise IndexError(f"arrays within arrays at byte {self.position}")
+            return [self.value(inner, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise IndexError(f"value type {kind} at byte {self.position}")
         return self.scalar(_SCALARS[kind])

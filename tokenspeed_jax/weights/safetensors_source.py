@@ -6,9 +6,10 @@ tensor, then the bytes.
 """
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _LARGEST_HEADER = 100 << 20
+_MOST_DIMENSIONS = 32
+_MOST_VALUES = 1 << 63
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -90,10 +93,12 @@ def _read_header(file: Path) -> dict[str, _Entry]:
             header = json.loads(stream.read(length))
         base = _LENGTH_BYTES + length
         header.pop("__metadata__", None)
-        return {name: _entry(file, base, size, name, fields) for name, fields in header.items()}
+        entries = {name: _entry(file, base, size, name, fields) for name, fields in header.items()}
+        _check_overlaps(file, entries)
+        return entries
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file} has a malformed header: {error}") from error
@@ -102,13 +107,34 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 def _entry(file: Path, base: int, size: int, name: str, fields: dict[str, Any]) -> _Entry:
     if fields["dtype"] not in _DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has the dtype {fields['dtype']}, which is not supported")
-    dtype, shape = _DTYPES[fields["dtype"]], tuple(int(n) for n in fields["shape"])
+    dtype, shape = _DTYPES[fields["dtype"]], fields["shape"]
+    if not (isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS and all(_is_count(n) for n in shape)):
+        raise CheckpointError(f"{file}: the shape of tensor {name} is not a list of sizes")
+    # Of the axes that are not empty: NumPy counts with them whatever the others are.
+    if math.prod(n or 1 for n in shape) * dtype.itemsize >= _MOST_VALUES:
+        raise CheckpointError(f"{file}: tensor {name} has a shape beyond all memory: {shape}")
     start, end = fields["data_offsets"]
-    if end - start != math.prod(shape) * dtype.itemsize or start < 0:
-        raise CheckpointError(f"{file}: tensor {name} has {end - start} bytes for {shape} of {dtype}")
+    if not (_is_count(start) and _is_count(end) and end - start == math.prod(shape) * dtype.itemsize):
+        raise CheckpointError(f"{file}: tensor {name} has bytes {start} to {end} for {shape} of {dtype}")
     if base + end > size:
         raise CheckpointError(f"{file} is cut short: tensor {name} ends at byte {base + end} of {size}")
-    return _Entry(file, dtype, shape, base + start)
+    return _Entry(file, dtype, tuple(shape), base + start)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_overlaps(file: Path, entries: Mapping[str, _Entry]) -> None:
+    """Two tensors that share bytes are a header that lies about one of them."""
+    ranges = sorted(
+        (entry.start, entry.start + math.prod(entry.shape) * entry.dtype.itemsize, name)
+        for name, entry in entries.items()
+        if 0 not in entry.shape
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise CheckpointError(f"{file}: the bytes of tensors {name} and {other} overlap")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -121,8 +147,11 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is malformed: {error}") from error
+        # A name with a folder in it would have files read that are no part of the checkpoint.
+        if foreign := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+            raise CheckpointError(f"{index} is malformed: {foreign[0]!r} is no name of a file beside it")
         if missing := [name for name in names if not (folder / name).exists()]:
             raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} names")
         return [folder / name for name in names]
