@@ -262,6 +262,26 @@ def test_a_hit_is_counted_for_its_cache_group(engine: Engine) -> None:
     assert engine.stats().group_hit_tokens == {group: tokens + 64 for group, tokens in before.items()}
 
 
+def test_a_step_is_in_time_if_the_one_before_still_runs_behind_its_dispatch() -> None:
+    loop = idle_loop(SimpleNamespace())
+
+    def dispatched(*predecessors: bool) -> tuple[int, int]:
+        """Overlapped and late steps, once a step was dispatched behind one that has landed (none) or ended or not."""
+        loop._in_flight.extend(
+            SimpleNamespace(outputs=SimpleNamespace(is_ready=lambda x=ended: x)) for ended in predecessors
+        )
+        loop._observe_overlap()
+        loop._in_flight.clear()
+        stats = loop._stats.snapshot(arena_bytes=0, compilations_after_warmup=0, compile_seconds=0.0)
+        return stats.overlapped_steps, stats.late_steps
+
+    assert dispatched() == (0, 0)  # the first one after a time without work
+    assert dispatched(False) == (1, 0)
+    assert dispatched(True) == (1, 1)
+    assert dispatched() == (1, 2)
+    loop.close()
+
+
 @pytest.mark.parametrize(("in_time", "late", "efficiency"), [(0, 0, 1.0), (3, 1, 0.75), (0, 2, 0.0)])
 def test_overlap_efficiency_is_the_share_of_steps_in_time(in_time: int, late: int, efficiency: float) -> None:
     stats = StatsCollector(1, prefix_caching=True)

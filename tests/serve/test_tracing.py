@@ -164,6 +164,18 @@ def test_a_request_without_a_usable_parent_begins_a_trace(engine: FakeEngine, he
     assert span.trace_id.hex() != TRACE
 
 
+def test_a_malformed_trace_state_leaves_no_lines_in_the_log(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with http_collector() as collector:
+        with traced(engine, collector.url) as client:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "=,a=b,!,a=" + "x" * 300}
+            assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+        (span,) = collector.spans
+    assert span.parent_span_id.hex() == PARENT
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+
+
 def test_a_parent_that_is_not_sampled_is_not_traced(engine: FakeEngine) -> None:
     with http_collector() as collector:
         with traced(engine, collector.url) as client:

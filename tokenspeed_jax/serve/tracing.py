@@ -57,6 +57,8 @@ class RequestTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tokenspeed_jax", __version__)
         self._propagator = TraceContextTextMapPropagator()
+        # It would warn of every malformed part of `tracestate`, which clients write.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         self._model = model
 
     def follow(self, request_id: str, times: RequestTimes, params: SamplingParams, headers: Mapping[str, str]) -> OnEnd:
