@@ -490,6 +490,12 @@ class Scheduler:
     def max_single_request_tokens(self) -> int: ...
     def cache_group_total_pages(self, group_id: str) -> int: ...
     def cache_group_available_pages(self, group_id: str) -> int: ...
+    def cache_group_hit_tokens(self, group_id: str) -> int:
+        """Tokens that prompts took over from the group's cached blocks when they were admitted, since the start.
+
+        Of a group of whole history that is the whole hit, of a window its end, of states one block, of a replayable
+        group nothing. Prompts that start again after a retraction count again; forks look nothing up.
+        """
     def clear_l1_cache(self) -> bool:
         """Drops what the device caches, and all storage keys; False while a request holds any or a copy is out."""
     def clear_cache(self) -> bool:

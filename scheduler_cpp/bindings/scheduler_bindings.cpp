@@ -213,7 +213,8 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("request_token_size", &TokenSize, py::arg("request_id"))
       .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
       .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
-      .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"));
+      .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"))
+      .def("cache_group_hit_tokens", Guarded(&Scheduler::GroupHitTokens), py::arg("group_id"));
 }
 
 void BindCacheControl(SchedulerClass& scheduler) {

@@ -95,6 +95,8 @@ class Scheduler {
   // Throw std::out_of_range for an unknown group.
   int32_t GroupTotalPages(const std::string& group_id) const;
   int64_t GroupAvailablePages(const std::string& group_id) const;
+  // Tokens that prompts took over from the group's cached blocks, since the start.
+  int64_t GroupHitTokens(const std::string& group_id) const;
 
   // Host blocks that can be hit, those that no eviction can take, and empty host parents. The first two are scans.
   int32_t HostCachedBlocks() const { return coordinator_.NumHostCachedBlocks(); }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,3 +210,84 @@ def test_no_step_runs_after_the_last_token_that_was_asked_for(engine: Engine, ma
     before = engine.stats().steps
     engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     assert engine.stats().steps - before == max_tokens
+
+
+def watched(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """All deltas of a request."""
+    deltas, ended = [], threading.Semaphore(0)
+
+    def watch(delta: Any) -> None:
+        deltas.append(delta)
+        if delta.finish_reason is not None:
+            ended.release()
+
+    engine.submit(prompt, params, on_delta=watch)
+    for _ in range(params.n):
+        assert ended.acquire(timeout=120)
+    return deltas
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_are_measured(tiny_engine: EngineFactory, overlap: bool) -> None:
+    engine = tiny_engine("llama", prefix_granularity=64, overlap_schedule=overlap)
+    before, begun = engine.stats(), time.monotonic()
+    for seed in range(2):
+        engine.generate([ids(40 + seed, 100), ids(50 + seed, 30)], dataclasses.replace(GREEDY, max_tokens=12))
+    after, took = engine.stats(), time.monotonic() - begun
+    # The last of the twelve tokens is never computed on; with overlap nothing runs in vain, since the end is known.
+    assert after.step_tokens.total - before.step_tokens.total == 2 * (100 + 30 + 2 * 11)
+    assert after.step_tokens.count == after.step_seconds.count == after.steps
+    assert 0 < after.step_seconds.total - before.step_seconds.total < took
+    in_time, late = after.overlapped_steps - before.overlapped_steps, after.late_steps - before.late_steps
+    # Two stretches of work, or one if the second request was there before the loop had noticed that it was idle.
+    assert after.steps - before.steps - 2 <= in_time + late <= after.steps - before.steps
+    assert (in_time == 0) or overlap
+    assert after.compile_seconds > 0
+
+
+def test_samples_say_when_they_were_scheduled(engine: Engine) -> None:
+    submitted = time.monotonic()
+    deltas = watched(engine, ids(60, 30), dataclasses.replace(GREEDY, n=2))
+    for index in range(2):
+        (moment,) = {delta.scheduled_at for delta in deltas if delta.sample_index == index}
+        assert submitted < moment < time.monotonic()
+
+
+def test_a_hit_is_counted_for_its_cache_group(engine: Engine) -> None:
+    prompt = ids(61, 100)
+    engine.generate(prompt, GREEDY)
+    before = engine.stats().group_hit_tokens
+    assert list(before) == [group.group_id for group in engine.memory_report.groups]
+    engine.generate(prompt, GREEDY)
+    assert engine.stats().group_hit_tokens == {group: tokens + 64 for group, tokens in before.items()}
+
+
+def test_a_step_is_in_time_if_the_one_before_still_runs_behind_its_dispatch() -> None:
+    loop = idle_loop(SimpleNamespace())
+
+    def dispatched(*predecessors: bool) -> tuple[int, int]:
+        """Overlapped and late steps, once a step was dispatched behind one that has landed (none) or ended or not."""
+        loop._in_flight.extend(
+            SimpleNamespace(outputs=SimpleNamespace(is_ready=lambda x=ended: x)) for ended in predecessors
+        )
+        loop._observe_overlap()
+        loop._in_flight.clear()
+        stats = loop._stats.snapshot(arena_bytes=0, compilations_after_warmup=0, compile_seconds=0.0)
+        return stats.overlapped_steps, stats.late_steps
+
+    assert dispatched() == (0, 0)  # the first one after a time without work
+    assert dispatched(False) == (1, 0)
+    assert dispatched(True) == (1, 1)
+    assert dispatched() == (1, 2)
+    loop.close()
+
+
+@pytest.mark.parametrize(("in_time", "late", "efficiency"), [(0, 0, 1.0), (3, 1, 0.75), (0, 2, 0.0)])
+def test_overlap_efficiency_is_the_share_of_steps_in_time(in_time: int, late: int, efficiency: float) -> None:
+    stats = StatsCollector(1, prefix_caching=True)
+    for _ in range(in_time):
+        stats.observe_dispatch(overlapped=True)
+    for _ in range(late):
+        stats.observe_dispatch(overlapped=False)
+    seen = stats.snapshot(arena_bytes=0, compilations_after_warmup=0, compile_seconds=0.0)
+    assert seen.overlap_efficiency == efficiency

@@ -52,5 +52,6 @@ def gauges(scheduler: Scheduler, groups: Sequence[str], request_ids: Sequence[st
     seen: list[tuple[str, object]] = [(name, getattr(scheduler, name)()) for name in taking_nothing]
     seen += [(group, scheduler.cache_group_available_pages(group)) for group in groups]
     seen += [(group, scheduler.cache_group_total_pages(group)) for group in groups]
+    seen += [(group, scheduler.cache_group_hit_tokens(group)) for group in groups]
     seen += [(request_id, scheduler.request_token_size(request_id)) for request_id in request_ids]
     return seen + [(request_id, scheduler.pd_transfer_pinned(request_id)) for request_id in request_ids]

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.histogram import HistogramCounts
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.request_options import RequestOptions
@@ -43,6 +45,10 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = 
     return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
 
 
+STEP_SECONDS = HistogramCounts((0.001, 1.0), (0, 2, 1), 1.5)
+STEP_TOKENS = HistogramCounts((1, 8), (1, 2, 0), 12.0)
+
+
 @dataclass(frozen=True)
 class FakeStats:
     running: int
@@ -63,6 +69,13 @@ class FakeStats:
     parents_in_use: int = 4
     num_parents: int = 16
     kv_events_dropped: int = 0
+    group_hit_tokens: dict[str, int] = field(default_factory=lambda: {"layers.full": 6, "layers.window": 2})
+    compile_seconds: float = 20.5
+    step_seconds: HistogramCounts = STEP_SECONDS
+    step_tokens: HistogramCounts = STEP_TOKENS
+    overlapped_steps: int = 6
+    late_steps: int = 2
+    overlap_efficiency: float = 0.75
 
 
 GROUP = GroupCapacity(
@@ -85,6 +98,8 @@ REPORT = MemoryReport(
     free=None,
     num_parents=16,
     parent_bytes=256,
+    prefix_granularity=16,
+    token_capacity=256,
     groups=(GROUP,),
 )
 
@@ -100,6 +115,7 @@ class FakeSample:
     on_delta: Callable[[RequestDelta], None]
     token_ids: list[int] = field(default_factory=list)
     sent: int = 0
+    scheduled_at: float = field(default_factory=time.monotonic)
 
 
 class FakeEngine:
@@ -285,5 +301,6 @@ class FakeEngine:
                 top_logprobs=tops if params.top_logprobs else None,
                 finish_reason=reason,
                 stop_reason=stop_reason,
+                scheduled_at=sample.scheduled_at,
             )
         )

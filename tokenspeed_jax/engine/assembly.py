@@ -108,7 +108,11 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
-    stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
+    stats = StatsCollector(
+        setup.plan.num_lcm_blocks,
+        prefix_caching=config.enable_prefix_caching,
+        groups=[spec.group_id for spec in setup.specs],
+    )
     settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
     settings.enable_kv_cache_events = publisher is not None
     scheduler = scheduling.Scheduler(settings)
@@ -240,5 +244,7 @@ def _report(
         free=free,
         num_parents=setup.plan.num_lcm_blocks,
         parent_bytes=setup.plan.lcm_block_bytes,
+        prefix_granularity=setup.plan.prefix_granularity,
+        token_capacity=setup.token_capacity,
         groups=groups,
     )

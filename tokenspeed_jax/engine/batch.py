@@ -126,6 +126,7 @@ class BuiltBatch:
         samples, slots: of each row.
         draws: whether the row samples a token; a prefill chunk that does not end its prompt draws none.
         early_changes: changes of the block tables for which the buffer has no room, to be applied before the step.
+        num_tokens: tokens that the step computes, without padding.
     """
 
     layout: BatchLayout
@@ -134,6 +135,7 @@ class BuiltBatch:
     slots: list[int]
     draws: list[bool]
     early_changes: tuple[np.ndarray, ...]
+    num_tokens: int
 
 
 class BatchBuilder:
@@ -200,7 +202,7 @@ class BatchBuilder:
         )
         for group, ids in blocks.items():
             view[f"states.{group}"][:] = ids
-        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), completes.tolist(), tuple(early))
+        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), completes.tolist(), tuple(early), total)
 
     @staticmethod
     def _fill_sampling(

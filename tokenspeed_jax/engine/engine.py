@@ -82,7 +82,6 @@ class Engine:
         self._lock = threading.Lock()
         self._live_ids: set[str] = set()
         self._profiler = Profiler()
-        self._compilations_at_start = self._assembly.programs.compilations
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -309,7 +308,8 @@ class Engine:
         assembly = self._assembly
         return assembly.stats.snapshot(
             arena_bytes=assembly.report.arena,
-            compilations_after_warmup=assembly.programs.compilations - self._compilations_at_start,
+            compilations_after_warmup=assembly.programs.compilations - assembly.start.programs,
+            compile_seconds=assembly.start.compiling + assembly.programs.late_compile_seconds,
         )
 
     def close(self) -> None:

@@ -97,6 +97,8 @@ class StepLoop:
         self._queued: set[str] = set()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
+        self._was_idle = True
+        self._landed_at = 0.0
         self._thread = threading.Thread(target=self._run, name="tokenspeed-step-loop", daemon=True)
         self._thread.start()
 
@@ -190,6 +192,7 @@ class StepLoop:
         while True:
             with self._wake:
                 while not (self._closing or self._inbox or self._requests or self._in_flight):
+                    self._was_idle = True
                     self._wake.wait()
                 if self._closing:
                     return False
@@ -250,9 +253,18 @@ class StepLoop:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
         outputs = self._programs.run(built)
+        self._observe_overlap()
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
         self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
+
+    def _observe_overlap(self) -> None:
+        """Notes whether the device still had work when the next step reached it; asked once that step is there, so
+        that a step that counts as overlapped was in time for certain."""
+        if not self._was_idle:
+            before: Any = self._in_flight[-1].outputs if self._in_flight else None  # jax's types do not have is_ready
+            self._stats.observe_dispatch(overlapped=before is not None and not before.is_ready())
+        self._was_idle = False
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
@@ -260,23 +272,30 @@ class StepLoop:
         if not starts:
             return
         slots = batch.request_pool_indices
+        now, has_admitted = time.monotonic(), False
         for index, sample in enumerate(samples[: len(starts)]):
             if self._slot_owner.get(slots[index]) is sample:
                 continue
             self._slot_owner[slots[index]] = sample
             self._queued.discard(sample.request.request_id)
+            has_admitted = True
+            if sample.scheduled_at is None:
+                sample.scheduled_at = now
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
                 self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
+        if has_admitted:
+            self._stats.observe_hits(self._scheduler)
 
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
-        self._stats.observe_step(time.perf_counter() - step.dispatched_at)
+        begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
+        self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:

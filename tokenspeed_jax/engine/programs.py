@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class StepPrograms:
     weights: Weights
     device_state: DeviceState
     max_model_len: int
+    _late_compile_seconds: float = 0.0
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
@@ -76,14 +78,14 @@ class StepPrograms:
     def compiled(self, layout: BatchLayout) -> Any:
         """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
         if layout.bucket not in self._steps:
-            self._steps[layout.bucket] = self._lower(layout).compile()
+            self._steps[layout.bucket] = self._timed(lambda: self._lower(layout).compile())
         return self._steps[layout.bucket]
 
     def run(self, built: BuiltBatch) -> jax.Array:
         """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
         arena = self.model.arena
         for changes in built.early_changes:
-            update = self._update_tables or self._compile_update()
+            update = self._update_tables or self._timed(self._compile_update)
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
@@ -97,7 +99,7 @@ class StepPrograms:
         Args:
             blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
         """
-        begin = self._begin or self._compile_begin()
+        begin = self._begin or self._timed(self._compile_begin)
         sampling = begin(
             self.device_state.sampling,
             np.int32(slot),
@@ -115,9 +117,20 @@ class StepPrograms:
         return len(self._steps) + sum(item is not None for item in others) + self.model.arena.compilations
 
     @property
+    def late_compile_seconds(self) -> float:
+        """Time spent compiling outside of `warm_up`."""
+        return self._late_compile_seconds + self.model.arena.late_compile_seconds
+
+    @property
     def workspace_bytes(self) -> int:
         """Temporaries of the costliest program compiled so far."""
         return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
+
+    def _timed(self, make: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        program = make()
+        self._late_compile_seconds += time.perf_counter() - start
+        return program
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))

@@ -30,6 +30,7 @@ class SampleState:
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
+        scheduled_at: when it was first given a place in a step; None before that.
     """
 
     scheduler_id: str
@@ -40,6 +41,7 @@ class SampleState:
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
+    scheduled_at: float | None = None
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
@@ -82,6 +84,7 @@ class SampleState:
             top_logprobs=top_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            scheduled_at=self.scheduled_at,
         )
 
 

@@ -48,6 +48,7 @@ from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
 from tokenspeed_jax.serve.streaming import ClientGone, EventStream, StreamedReply, while_connected
+from tokenspeed_jax.serve.tracing import RequestTracer
 
 MAX_CHOICES = 2048
 """Most continuations (prompts x n) of one HTTP request."""
@@ -92,7 +93,8 @@ class ModelServer:
         self._names = TokenNames(engine.tokenizer)
         self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
-        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
+        tracer = None if config.trace_endpoint is None else RequestTracer(config.trace_endpoint, self._name)
+        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout, tracer)
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -222,6 +224,7 @@ class ModelServer:
             renamed=parsed.names,
             priority=parsed.priority or 0,
             cache_salt=parsed.cache_salt,
+            trace_headers=request.headers,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from tokenspeed_jax.engine.config import about
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.serve.trace_endpoint import TraceEndpoint
 from tokenspeed_jax.text.transcripts import ReasoningFormat, ToolCallFormat, TranscriptFormat
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -88,6 +89,15 @@ class ServerConfig:
     )
     log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
+    otlp_traces_endpoint: str | None = field(
+        default=None,
+        metadata=about(
+            "send an OpenTelemetry trace of every request to this collector: grpc://HOST:4317, or a whole URL such as "
+            "http://HOST:4318/v1/traces; needs the extra `otel`",
+            section="traces",
+            aliases=("otlp_endpoint",),
+        ),
+    )
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -115,8 +125,15 @@ class ServerConfig:
             raise ConfigError(
                 f"drain_timeout must be a number of seconds >= 0, got {self.drain_timeout}", field="drain_timeout"
             )
+        if self.trace_endpoint is not None:
+            self.trace_endpoint.exporter()
         self._check_parsers()
         _check_choice("log_level", self.log_level, get_args(LogLevel))
+
+    @property
+    def trace_endpoint(self) -> TraceEndpoint | None:
+        """`otlp_traces_endpoint`, taken apart."""
+        return None if self.otlp_traces_endpoint is None else TraceEndpoint.parse(self.otlp_traces_endpoint)
 
     def _check_parsers(self) -> None:
         if self.tool_call_parser is not None:
