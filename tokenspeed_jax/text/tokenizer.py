@@ -117,6 +117,14 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(token_id)
 
+    def token_ids(self) -> list[int]:
+        """The ids of all tokens, in no order; there may be holes between them."""
+        return list(self._backend.get_vocab(with_added_tokens=True).values())
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def piece_stream(self) -> PieceStream:
         """A fresh incremental decoder of pieces, see `Detokenizer`."""
         return self._new_stream()
