@@ -17,6 +17,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
 from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
@@ -30,8 +31,10 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
-    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces, then further special tokens."""
+def byte_tokenizer(
+    *, template: str | None = TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = ()
+) -> Tokenizer:
+    """Ids 0 and 1 are special, then one id per byte, merged pieces, further special and other added tokens."""
     vocabulary = {"<bos>": BOS, "<eos>": EOS}
     vocabulary |= {character: 2 + byte for character, byte in BYTE_OF_CHARACTER.items()}
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("Ġ", "w")]
@@ -41,6 +44,7 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = 
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, special=False) for token in added])
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({"chat_template": template} if template else {})
     return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
 
@@ -123,6 +127,7 @@ class FakeEngine:
 
     Attributes:
         allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
+        compiled: constraints given to `compile_grammar`.
         aborted: request ids given to `abort`.
         cache_is_free: what `flush_cache` returns.
         profiles: what was asked of the profiler, in order.
@@ -137,9 +142,14 @@ class FakeEngine:
     cached_tokens = 3
 
     def __init__(
-        self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE, special: Sequence[str] = ()
+        self,
+        reply: str = "Hello wörld €!",
+        *,
+        template: str | None = TEMPLATE,
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
     ) -> None:
-        self.tokenizer = byte_tokenizer(template=template, special=special)
+        self.tokenizer = byte_tokenizer(template=template, special=special, added=added)
         self.reply_ids = self.tokenizer.encode(reply)
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9
@@ -147,6 +157,7 @@ class FakeEngine:
         self.num_queued_requests = 0
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.options: list[RequestOptions] = []
+        self.compiled: list[StructuredOutputsParams] = []
         self.aborted: list[str] = []
         self.cache_is_free = True
         self.profiles: list[str] = []
@@ -183,17 +194,25 @@ class FakeEngine:
             self._wake.notify()
         return request_id
 
+    def compile_grammar(self, structured_outputs):
+        self.compiled.append(structured_outputs)
+
     def abort(self, request_id):
         with self._wake:
             self.aborted.append(request_id)
         self._end(request_id, "abort")
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Ends what runs as `Engine` does when a grammar cannot go on."""
+        for request_id in {sample.request_id for sample in self._samples}:
+            self._end(request_id, "abort", reason)
+
+    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         with self._wake:
             ended = [sample for sample in self._samples if sample.request_id == request_id]
             self._samples = [sample for sample in self._samples if sample.request_id != request_id]
         for sample in ended:
-            self._deliver(sample, [], "", reason, None)
+            self._deliver(sample, [], "", reason, stop_reason)
 
     def flush_cache(self) -> bool:
         if not self.is_healthy:

@@ -11,10 +11,10 @@ from typing import Self, cast
 from flax import nnx
 from tqdm import tqdm
 
-from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
@@ -27,6 +27,7 @@ from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.stats import EngineStats
 from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.engine.validation import check_sampling, check_tokens
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest
 from tokenspeed_jax.text import Tokenizer
@@ -187,7 +188,7 @@ class Engine:
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         prompt = list(prompt_token_ids)
-        max_tokens = self._check(prompt, params)
+        max_tokens, grammar = self._check(prompt, params)
         serial = next(self._serial)
         request = RequestState(
             request_id=self._claim_id(request_id, serial),
@@ -196,13 +197,14 @@ class Engine:
             options=options,
             max_tokens=max_tokens,
             on_delta=on_delta,
+            grammar=grammar,
         )
         request.on_delta = self._releasing(request, on_delta)
         seed = params.seed if params.seed is not None else self.config.seed ^ (serial << 20)
         for index in range(params.n):
             request.samples.append(self._sample(request, serial, index, seed))
         try:
-            self._loop.submit(request, [_spec(sample) for sample in request.samples])
+            self._loop.submit(request, [sample.spec() for sample in request.samples])
         except EngineClosed:
             self._release_id(request.request_id)
             raise
@@ -238,6 +240,8 @@ class Engine:
                 self.abort(delta.request_id)
 
         token_ids = await asyncio.to_thread(self._token_ids, prompt)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
         request_id = self._submit(token_ids, params, options, request_id, push)
         running = params.n
         try:
@@ -250,6 +254,14 @@ class Engine:
         finally:
             if running:
                 self.abort(request_id)
+
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
+        """Compiles a constraint ahead of `submit`, which else does it itself: up to a second for a large one.
+
+        Raises:
+            InvalidRequest: the constraint cannot be compiled, or this engine serves none.
+        """
+        self._assembly.grammars.compile(structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with "abort". Ids that are unknown or already finished are ignored."""
@@ -326,11 +338,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> int:
-        """Validates a request as a whole; returns its resolved max_tokens."""
+    def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Grammar | None]:
+        """Validates a request as a whole; returns its resolved max_tokens and its grammar."""
         limits = self._assembly.limits
         check_tokens(token_ids, limits)
-        return check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
+        max_tokens = check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
+        constraint = params.structured_outputs
+        return max_tokens, None if constraint is None else self._assembly.grammars.compile(constraint)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -350,7 +364,8 @@ class Engine:
             max_tokens=request.max_tokens,
             detokenizer=source.detokenizer(skip_special_tokens=request.params.skip_special_tokens),
         )
-        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop)
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop, matcher)
 
     def _claim_id(self, request_id: str | None, serial: int) -> str:
         if request_id is None:
@@ -381,17 +396,3 @@ class Engine:
                     self._loop.abort(request.request_id)
 
         return deliver
-
-
-def _spec(sample: SampleState) -> scheduling.RequestSpec:
-    spec = scheduling.RequestSpec()
-    spec.request_id = sample.scheduler_id
-    spec.tokens = sample.request.prompt_token_ids
-    options = sample.request.options
-    spec.priority = options.priority
-    spec.cache_salt = options.cache_salt or ""
-    # An undeclared budget reserves nothing ahead: most replies end long before the context does.
-    spec.max_new_tokens = sample.params.max_tokens or 0
-    # The prompt is computed for the first sample alone.
-    spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
-    return spec

@@ -2,6 +2,9 @@
 
 Each turn plans a step, builds and dispatches its batch without waiting, and lands the step before it. Everything that
 decides (admission, stop rules) happens here between steps; other threads only put commands into the inbox.
+
+Where grammars constrain rows of a batch, the step before it lands while the batch runs, and what these rows may draw
+is found out before a second dispatch lets them draw.
 """
 
 import logging
@@ -19,8 +22,10 @@ import numpy as np
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.landing import land
+from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.redraw import Redraw
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
@@ -79,6 +84,7 @@ class StepLoop:
         overlap_depth: int,
         eos_token_ids: Collection[int],
         kv_events: KVEventFeed | None = None,
+        masks: MaskBuilder | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._programs = programs
@@ -87,6 +93,7 @@ class StepLoop:
         self._overlap_depth = overlap_depth
         self._eos_token_ids = eos_token_ids
         self._kv_events = kv_events
+        self._masks = masks
         self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -229,7 +236,7 @@ class StepLoop:
         # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
         keep = self._overlap_depth if ids else len(self._in_flight) - 1
         while len(self._in_flight) > max(keep, 0):
-            self._land(self._in_flight.popleft())
+            self._deliver_all(self._absorb(self._in_flight.popleft()))
         self._stats.observe_scheduler(self._scheduler)
         # Last, while the device is at work on the step that was dispatched.
         if self._kv_events is not None:
@@ -252,11 +259,31 @@ class StepLoop:
     def _dispatch(self, round_number: int, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
-        outputs = self._programs.run(built)
-        self._observe_overlap()
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
-        self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
+        if built.constrained:
+            self._dispatch_constrained(round_number, built)
+        else:
+            outputs = self._programs.run(built)
+            self._observe_overlap()
+            self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
+
+    def _dispatch_constrained(self, round_number: int, built: BuiltBatch) -> None:
+        """Dispatches a step, and the draws of its constrained rows once the tokens before them are known."""
+        outputs, logits = self._programs.forward(built)
+        self._observe_overlap()
+        dispatched_at = time.perf_counter()
+        landed = []
+        while self._in_flight:
+            landed += self._absorb(self._in_flight.popleft())
+        if self._masks is None or logits is None:
+            raise RuntimeError("a sample has a grammar in an engine that serves none")
+        redraw = Redraw.of(built, self._masks.vocab_size)
+        self._masks.fill(redraw.masks, built.constrained, built.samples)
+        outputs = self._programs.redraw(redraw, outputs, logits)
+        self._in_flight.append(_InFlight(round_number, built, outputs, dispatched_at))
+        # The device has work again: only now the receivers are told.
+        self._deliver_all(landed)
 
     def _observe_overlap(self) -> None:
         """Notes whether the device still had work when the next step reached it; asked once that step is there, so
@@ -290,12 +317,16 @@ class StepLoop:
         if has_admitted:
             self._stats.observe_hits(self._scheduler)
 
-    def _land(self, step: _InFlight) -> None:
+    def _absorb(self, step: _InFlight) -> list[tuple[SampleState, RequestDelta]]:
+        """Waits for a step and applies what came of it; returns the deltas to deliver."""
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
         self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
+        return deltas
+
+    def _deliver_all(self, deltas: list[tuple[SampleState, RequestDelta]]) -> None:
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:

@@ -17,7 +17,8 @@ class Sample:
         text: `token_ids` decoded, without special tokens and without the stop string that ended it.
         finish_reason: "stop" (stop string, stop id or end of sequence), "length", "abort", or "error" when the engine
             failed under it.
-        stop_reason: the stop string or stop id that matched; None for end of sequence and other reasons.
+        stop_reason: the stop string or stop id that matched, or of "abort" why a grammar could not go on; None for
+            end of sequence and other reasons.
         logprobs: natural log-probability of each token under the model, before temperature, penalties,
             bias and truncation; None unless asked for.
         sampling_logprobs: log-probability of each token under the distribution it was drawn from, after

@@ -3,12 +3,17 @@
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.stop import StopChecker
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.engine.grammar import Grammar, Matcher
 
 DeltaSink = Callable[[RequestDelta], None]
 
@@ -24,6 +29,7 @@ class SampleState:
     Attributes:
         scheduler_id: id towards the scheduler, unique for the engine's life.
         seed: 63-bit seed of this sample's noise.
+        matcher: where the sample is in the grammar that constrains it; None without one.
         constants: what each of its steps uploads for sampling, packed once, since the step loop does it for hundreds
             of rows at a time: `INT_CONSTANTS` as 32-bit integers, then `FLOAT_CONSTANTS` as float32.
         token_ids: landed tokens.
@@ -38,6 +44,7 @@ class SampleState:
     index: int
     seed: int
     stop: StopChecker
+    matcher: "Matcher | None" = None
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
@@ -46,7 +53,7 @@ class SampleState:
     def __post_init__(self) -> None:
         params = self.params = self.request.params
         self.prompt_length = len(self.request.prompt_token_ids)
-        self.is_plain_greedy = params.is_plain_greedy
+        self.is_plain_greedy = params.is_plain_greedy and self.matcher is None
         self.constants = _CONSTANTS.pack(
             params.top_k,
             *seed_words(self.seed),
@@ -59,6 +66,20 @@ class SampleState:
             params.frequency_penalty,
             params.repetition_penalty,
         )
+
+    def spec(self) -> scheduling.RequestSpec:
+        """The scheduler's view of the sample."""
+        spec = scheduling.RequestSpec()
+        spec.request_id = self.scheduler_id
+        spec.tokens = self.request.prompt_token_ids
+        options = self.request.options
+        spec.priority = options.priority
+        spec.cache_salt = options.cache_salt or ""
+        # An undeclared budget reserves nothing ahead: most replies end long before the context does.
+        spec.max_new_tokens = self.params.max_tokens or 0
+        # The prompt is computed for the first sample alone.
+        spec.fork_of = self.request.samples[0].scheduler_id if self.index > 0 else ""
+        return spec
 
     def delta(
         self,
@@ -93,6 +114,7 @@ class RequestState:
     """One request: a prompt and its `n` samples.
 
     Attributes:
+        grammar: what constrains each of the samples; None where nothing does.
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
     """
@@ -103,6 +125,7 @@ class RequestState:
     options: RequestOptions
     max_tokens: int
     on_delta: DeltaSink
+    grammar: "Grammar | None" = None
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
 

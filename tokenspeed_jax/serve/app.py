@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
@@ -246,11 +247,15 @@ class ModelServer:
                 chat = parsed.chat
             params = parsed.params()
             if isinstance(chat, ChatRequest):
-                params = self._format.applied(params, chat.offered_tools)
+                params = self._format.applied(params, chat.offered_tools, chat.forced_call)
             try:
                 prompts = parsed.prompt_token_ids(self._engine.tokenizer)
             except InvalidRequest as error:
                 raise refusal(error, parsed.names) from None
+            if isinstance(chat, ChatRequest):
+                params = self._format.constrained(params, chat, prompts[0])
+            if params.structured_outputs is not None:
+                self._compile(params.structured_outputs, parsed.names)
         if len(prompts) * params.n > MAX_CHOICES:
             raise ApiError(
                 f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
@@ -258,6 +263,13 @@ class ModelServer:
                 code="invalid_value",
             )
         return params, prompts
+
+    def _compile(self, constraint: StructuredOutputsParams, names: dict[str, str]) -> None:
+        """Compiles what `open` would else compile on the event loop."""
+        try:
+            self._engine.compile_grammar(constraint)
+        except InvalidRequest as error:
+            raise refusal(error, names) from None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._name:

@@ -13,6 +13,7 @@ from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.text.piece_decoder import PieceStream
 
 
@@ -30,6 +31,8 @@ class ServedTokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def piece(self, token_id: int, skip_special_tokens: bool = True) -> str | None: ...
+
+    def added_id(self, text: str) -> int | None: ...
 
     def piece_stream(self) -> PieceStream: ...
 
@@ -132,6 +135,10 @@ class ServedEngine(Protocol):
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         """Queues one prompt; raises `InvalidRequest` or `EngineClosed` and then has changed nothing."""
+        ...
+
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
+        """Compiles a constraint ahead of `submit`, in up to a second; raises `InvalidRequest` where it cannot."""
         ...
 
     def abort(self, request_id: str) -> None: ...
