@@ -170,10 +170,12 @@ def test_nobody_looks_at_the_engine_for_nobody(client: TestClient, engine: FakeE
 
 @pytest.mark.usefixtures("no_pause")
 def test_a_long_step_delays_nobody_and_is_asked_once(client: TestClient, engine: FakeEngine) -> None:
-    before = client.get("/status").json()["pool"]
+    before = client.get("/status").json()
     engine.is_stuck = True
     for _ in range(3):
-        assert client.get("/status").json()["pool"] == before
+        later = client.get("/status").json()
+        assert later["pool"] == before["pool"]
+    assert before["look_age"] < 0.2 < 0.7 < later["look_age"]
     assert len(engine.looks) == 2
     engine.looks[-1].set_exception(routes.EngineClosed("over"))
     eventually(lambda: client.get("/status").json()["pool"] is None)

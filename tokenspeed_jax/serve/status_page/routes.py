@@ -80,6 +80,7 @@ class StatusPage:
             "finished": dict(stats.finished),
             "retractions": stats.retractions,
             "compilations_after_warmup": stats.compilations_after_warmup,
+            "look_age": self._watch.age if activity else None,
             "requests": activity.requests if activity else [],
             "pool": picture,
             "history": self._history.since(since),
@@ -99,9 +100,15 @@ class _ActivityWatch:
         self._engine = engine
         self._group_ids = [group.group_id for group in engine.memory_report.groups]
         self._asked_at = -_LOOK_SECONDS
+        self._seen_at = 0.0
         self._asking: asyncio.Task[None] | None = None
         self._activity: Activity | None = None
         self._picture: Mapping[str, Any] | None = None
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last look."""
+        return time.monotonic() - self._seen_at
 
     async def latest(self) -> tuple[Activity | None, Mapping[str, Any] | None]:
         """The activity with the picture of the pool; None while there has been none, or the engine is gone."""
@@ -116,6 +123,7 @@ class _ActivityWatch:
         try:
             # Not on a thread that waits: the step may never come back, and the server must be able to end.
             self._activity = await asyncio.wrap_future(self._engine.activity(MAX_LISTED))
+            self._seen_at = time.monotonic()
             self._picture = pool_picture(self._activity.parent_uses, self._group_ids)
         except EngineClosed:
             self._activity = self._picture = None

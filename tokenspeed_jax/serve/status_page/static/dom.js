@@ -19,7 +19,9 @@ export function swatch(color, opacity = 1) {
 export const cell = (content, kind = "") => element("td", kind ? { class: kind } : {}, content);
 
 export function terms(list, pairs) {
-  list.replaceChildren(...pairs.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+  list.replaceChildren(
+    ...pairs.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
+  );
 }
 
 const NUM_COLORS = 8;

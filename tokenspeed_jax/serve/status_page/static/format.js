@@ -26,14 +26,13 @@ export function duration(value) {
   const first = parts.findIndex(([length]) => value >= length);
   if (first < 0) return "0 s";
   let left = Math.floor(value);
-  return parts
-    .slice(first, first + 2)
-    .map(([length, name]) => {
-      const times = Math.floor(left / length);
-      left -= times * length;
-      return `${times} ${name}`;
-    })
-    .join(" ");
+  const texts = [];
+  for (const [length, name] of parts.slice(first, first + 2)) {
+    const times = Math.floor(left / length);
+    left -= times * length;
+    if (times > 0) texts.push(`${times} ${name}`);
+  }
+  return texts.join(" ");
 }
 
 export function bytes(value) {

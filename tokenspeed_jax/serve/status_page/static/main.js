@@ -14,8 +14,8 @@ const STATES = { ready: "Ready", draining: "Draining", failed: "Engine failed" }
 
 const charts = [
   ["chart-tokens", compact, 10, [["generated", "generation_tokens"], ["prompt", "prompt_tokens"]]],
-  ["chart-first", seconds, 0.01, [["median", "first_token_p50"], ["95th percentile", "first_token_p95"]]],
-  ["chart-between", seconds, 0.001, [["median", "between_tokens_p50"], ["95th percentile", "between_tokens_p95"]]],
+  ["chart-first", seconds, 0.01, [["median", "first_token_p50"], ["p95", "first_token_p95"]]],
+  ["chart-between", seconds, 0.001, [["median", "between_tokens_p50"], ["p95", "between_tokens_p95"]]],
   ["chart-samples", count, 4, [["running", "running"], ["waiting", "waiting"]]],
   ["chart-cache", percent, 1, [["prefix hits", "prefix_hit_share"], ["in use", "kv_usage"]], 1],
   ["chart-step", seconds, 0.001, [["mean", "step_seconds"]]],

@@ -3,6 +3,8 @@
 import { byId, cell, element, groupColor, swatch, terms } from "./dom.js";
 import { bytes, compact, count, percent, seconds } from "./format.js";
 
+const OLD_SECONDS = 3;
+
 export function showRequests(status) {
   const rows = status.requests.map((request) => {
     const phase = request.samples > 1 ? `${request.phase} × ${request.samples}` : request.phase;
@@ -17,8 +19,9 @@ export function showRequests(status) {
   });
   byId("requests").replaceChildren(...rows);
   byId("no-requests").hidden = rows.length > 0;
-  byId("requests-aside").textContent =
-    `${count(status.running)} running, ${count(status.waiting)} waiting, ${compact(status.live_tokens)} tokens`;
+  byId("requests-aside").textContent = status.look_age > OLD_SECONDS
+    ? `seen ${seconds(status.look_age)} ago: a step takes long`
+    : `${count(status.running)} running, ${count(status.waiting)} waiting, ${compact(status.live_tokens)} tokens`;
   const { stop = 0, length = 0, abort = 0, error = 0 } = status.finished;
   terms(byId("totals"), [
     ["Finished", count(stop + length)],
@@ -35,10 +38,10 @@ export function showRequests(status) {
 
 export function showMemory({ memory }) {
   const parts = [
-    ["Weights", memory.weights, "var(--group-0)"],
-    ["Cache arena", memory.arena, "var(--group-2)"],
-    ["Device state", memory.device_state, "var(--group-3)"],
-    ["Workspace of a step", memory.workspace, "var(--group-1)"],
+    ["Weights", memory.weights, "var(--weights)"],
+    ["Cache arena", memory.arena, "var(--arena)"],
+    ["Device state", memory.device_state, "var(--device-state)"],
+    ["Workspace of a step", memory.workspace, "var(--workspace)"],
   ];
   if (memory.free !== null) parts.push(["Free", memory.free, "var(--free)"]);
   const total = parts.reduce((sum, [, size]) => sum + size, 0);
@@ -65,8 +68,10 @@ export function showMemory({ memory }) {
 export function showConfiguration(info) {
   const engine = info.engine_config;
   byId("version").textContent = info.version;
-  byId("model").textContent = info.served_model_name;
-  document.title = `${info.served_model_name} · TokenSpeed-JAX`;
+  const name = info.served_model_name;
+  byId("model").textContent = name.startsWith("/") ? name.split("/").at(-1) : name; // the end of a path tells it
+  byId("model").title = name;
+  document.title = `${name} · TokenSpeed-JAX`;
   terms(byId("configuration"), [
     ["Checkpoint", info.model],
     ["Context", `${count(info.max_model_len)} tokens`],
