@@ -222,6 +222,7 @@ def test_a_sample_has_what_happened_in_it() -> None:
     engine.close()
     assert [value > 0 for value in columns["prompt_tokens"]] == [True, False, False]
     assert [value > 0 for value in columns["generation_tokens"]] == [False, True, False]
+    assert columns["cached_tokens"][0] == pytest.approx(columns["prompt_tokens"][0] / 4)
     assert columns["prefix_hit_share"] == [0.25, None, None]
     assert columns["running"] == [1, 0, 0]
     assert columns["first_token_p50"] == [None, pytest.approx(0.2, rel=0.03), None]

@@ -94,7 +94,7 @@ def test_the_page_shows_the_engine(address: tuple[str, int], open_page: Open, op
     picture = visit.page.get_attribute("#pool", "aria-label")
     assert picture == "16 parent blocks: layers.full 4 in use, 2 cached; 10 free"
     visit.waits_for("#chart-samples .values", "running")
-    assert visit.page.locator(".plot svg").count() == 6
+    assert visit.page.locator(".plot svg").count() == 8
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
     assert visit.page.evaluate(LAYOUT_SHIFT) < 0.02
     assert (visit.complaints, visit.strangers) == ([], [])
@@ -123,9 +123,9 @@ def test_a_prompt_streams_and_the_keyboard_is_enough(
     prompt, params = engine.submitted[0]
     assert engine.tokenizer.decode(prompt) == "[user]Hi\n[assistant]"
     assert (params.max_tokens, params.temperature) == (128, 0.7)
-    visit.page.focus("#chart-tokens .plot")
+    visit.page.focus("#chart-generated .plot")
     visit.page.keyboard.press("ArrowLeft")
-    sync_api.expect(visit.page.locator("#chart-tokens .plot")).to_have_attribute("aria-label", re.compile("s ago"))
+    sync_api.expect(visit.page.locator("#chart-generated .plot")).to_have_attribute("aria-label", re.compile("s ago"))
     assert (visit.complaints, visit.strangers) == ([], [])
 
 

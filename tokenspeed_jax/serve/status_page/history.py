@@ -21,7 +21,8 @@ class Sample:
 
     Attributes:
         at: seconds since the server began to watch, when the sample ended.
-        prompt_tokens, generation_tokens: tokens per second of admitted prompts, and generated.
+        prompt_tokens, cached_tokens, generation_tokens: tokens per second of admitted prompts, those of them that came
+            from the prefix cache, and generated.
         prefix_hit_share: share of the prompt tokens looked up in this second that were found; None without any.
         running, waiting: samples at the end of the second.
         kv_usage: share of the cache that running samples hold, then.
@@ -32,6 +33,7 @@ class Sample:
 
     at: float
     prompt_tokens: float
+    cached_tokens: float
     generation_tokens: float
     prefix_hit_share: float | None
     running: int
@@ -80,13 +82,15 @@ class History:
 
     def _sample(self, at: float, seconds: float, before: ServedStats, after: ServedStats) -> Sample:
         queried = after.prefix_query_tokens - before.prefix_query_tokens
+        cached = after.cached_tokens - before.cached_tokens
         steps = after.steps - before.steps
         first, between = self._latencies.first_token.take(), self._latencies.between_tokens.take()
         return Sample(
             at=at,
             prompt_tokens=(after.prompt_tokens - before.prompt_tokens) / seconds,
+            cached_tokens=cached / seconds,
             generation_tokens=(after.generation_tokens - before.generation_tokens) / seconds,
-            prefix_hit_share=(after.cached_tokens - before.cached_tokens) / queried if queried else None,
+            prefix_hit_share=cached / queried if queried else None,
             running=after.running,
             waiting=after.waiting,
             kv_usage=after.kv_usage,

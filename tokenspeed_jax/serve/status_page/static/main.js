@@ -12,12 +12,15 @@ const POLL_MILLISECONDS = 1000;
 const RETRY_MILLISECONDS = 3000;
 const STATES = { ready: "Ready", draining: "Draining", failed: "Engine failed" };
 
+// id, how values are written, least top of the scale, series as [name, column], largest top of the scale
 const charts = [
-  ["chart-tokens", compact, 10, [["generated", "generation_tokens"], ["prompt", "prompt_tokens"]]],
+  ["chart-generated", compact, 10, [["now", "generation_tokens"]]],
+  ["chart-prompt", compact, 10, [["all", "prompt_tokens"], ["from cache", "cached_tokens"]]],
   ["chart-first", seconds, 0.01, [["median", "first_token_p50"], ["p95", "first_token_p95"]]],
   ["chart-between", seconds, 0.001, [["median", "between_tokens_p50"], ["p95", "between_tokens_p95"]]],
   ["chart-samples", count, 4, [["running", "running"], ["waiting", "waiting"]]],
-  ["chart-cache", percent, 1, [["prefix hits", "prefix_hit_share"], ["in use", "kv_usage"]], 1],
+  ["chart-hits", percent, 1, [["of prompt tokens", "prefix_hit_share"]], 1],
+  ["chart-cache", percent, 1, [["held by samples", "kv_usage"]], 1],
   ["chart-step", seconds, 0.001, [["mean", "step_seconds"]]],
 ].map(([id, format, least, series, most]) => new Chart(byId(id), {
   series: series.map(([name, column]) => ({ name, column })), format, least, most,
