@@ -16,8 +16,8 @@ const STATES = { ready: "Ready", draining: "Draining", failed: "Engine failed" }
 const charts = [
   ["chart-generated", compact, 10, [["now", "generation_tokens"]]],
   ["chart-prompt", compact, 10, [["all", "prompt_tokens"], ["from cache", "cached_tokens"]]],
-  ["chart-first", seconds, 0.01, [["median", "first_token_p50"], ["p95", "first_token_p95"]]],
-  ["chart-between", seconds, 0.001, [["median", "between_tokens_p50"], ["p95", "between_tokens_p95"]]],
+  ["chart-first", seconds, 0.01, [["p50", "first_token_p50"], ["p95", "first_token_p95"]]],
+  ["chart-between", seconds, 0.001, [["p50", "between_tokens_p50"], ["p95", "between_tokens_p95"]]],
   ["chart-samples", count, 4, [["running", "running"], ["waiting", "waiting"]]],
   ["chart-hits", percent, 1, [["of prompt tokens", "prefix_hit_share"]], 1],
   ["chart-cache", percent, 1, [["held by samples", "kv_usage"]], 1],
