@@ -48,6 +48,7 @@ from tokenspeed_jax.serve.protocol.translation import TranslatedRequest
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
+from tokenspeed_jax.serve.status_page.routes import StatusPage
 from tokenspeed_jax.serve.streaming import ClientGone, EventStream, StreamedReply, while_connected
 from tokenspeed_jax.serve.tracing import RequestTracer
 
@@ -71,7 +72,7 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     app = Starlette(
         routes=server.routes(),
         middleware=[Middleware(AccessCheck, config=config)],
-        lifespan=lambda _app: server.bridge.attached(),
+        lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -96,6 +97,13 @@ class ModelServer:
         self._metrics = ServerMetrics(engine, self._name)
         tracer = None if config.trace_endpoint is None else RequestTracer(config.trace_endpoint, self._name)
         self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout, tracer)
+        self._page = None if config.disable_status_page else StatusPage(engine, admission, self._metrics.recent)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What has to run beside the handlers, while the context lasts."""
+        async with self.bridge.attached(), self._page.watching() if self._page else contextlib.nullcontext():
+            yield
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -114,6 +122,7 @@ class ModelServer:
             Route("/metrics", self.metrics, methods=["GET"]),
             *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
+            *(self._page.routes() if self._page else ()),
         ]
 
     async def completions(self, request: Request) -> Response:

@@ -15,10 +15,14 @@ class ServerMetrics:
 
     Args:
         model: the name that requests call the model by.
+
+    Attributes:
+        recent: latencies since somebody last took them, for the status page.
     """
 
     def __init__(self, engine: ServedEngine, model: str) -> None:
         self._requests = RequestMetrics(model, engine.max_model_len)
+        self.recent = self._requests.recent
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model))
         self._registry.register(self._requests)

@@ -15,6 +15,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.serve.metric_families import ENGINE, Definition, histogram_family
 from tokenspeed_jax.serve.request_times import ChoiceTimes, RequestTimes
+from tokenspeed_jax.serve.status_page.latencies import RecentLatencies
 
 _FIRST_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _BETWEEN_TOKENS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
@@ -25,9 +26,14 @@ _ENDED = ("stop", "length")
 
 
 class RequestMetrics(Collector):
-    """Histograms of all requests of a server. Observed on the event loop, scraped by another thread."""
+    """Histograms of all requests of a server. Observed on the event loop, scraped by another thread.
+
+    Attributes:
+        recent: the latencies once more, for the status page.
+    """
 
     def __init__(self, model: str, max_model_len: int) -> None:
+        self.recent = RecentLatencies()
         self._labels = [model, ENGINE]
         self._all: list[tuple[Definition, Histogram]] = []
         self._max_model_len = max_model_len
@@ -73,8 +79,10 @@ class RequestMetrics(Collector):
         count = len(delta.token_ids)
         if before is not None:
             self._between.observe((arrived - before) / count, count)
+            self.recent.between_tokens.add((arrived - before) / count, count)
             return
         self._first_token.observe(arrived - submitted)
+        self.recent.first_token.add(arrived - submitted)
         if count > 1:
             self._between.observe(0.0, count - 1)
 
