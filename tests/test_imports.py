@@ -14,6 +14,7 @@ ABSENT = (
     "prometheus_client",
     "h11",
     "llguidance",
+    "opentelemetry",
     "openai",
     "anthropic",
 )

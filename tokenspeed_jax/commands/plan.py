@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = frozenset(
         "seed",
         "kernel_page_size",
         "attention_implementation",
+        "grammar_backend",
         "compilation_cache_dir",
         "warmup",
         "disable_progress_bars",

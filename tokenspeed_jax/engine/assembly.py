@@ -18,8 +18,10 @@ from tokenspeed_jax.engine.buckets import BucketTable
 from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
 from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.grammar_compiler import Grammars, grammars_of
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
+from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.scorer import Scorer
@@ -50,6 +52,7 @@ class Assembly:
     loop: StepLoop
     stats: StatsCollector
     scorer: Scorer
+    grammars: Grammars
     report: MemoryReport
     start: StartReport
     publisher: "EventPublisher | None"
@@ -87,14 +90,15 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         vocab_size=source.config.vocab_size,
         platform=device.platform,
     )
-    planner = _CachePlanner(config, source, limits, device)
+    grammars = grammars_of(config, source.tokenizer, limits.vocab_size, source.eos_token_ids)
+    planner = _CachePlanner(config, source, limits, device, returns_logits=grammars.are_served)
     planner.check_cheap_limits()
     laps = Laps()
     model = SplitModel.of(source.build())
     loading = laps.lap()
     limits, setup = planner.plan(model)
 
-    step_model = _step_model(config, source, model, setup, limits)
+    step_model = _step_model(config, source, model, setup, limits, returns_logits=grammars.are_served)
     arena = step_model.arena
     state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
     programs = StepPrograms(step_model, model.weights, state, limits.max_model_len)
@@ -108,7 +112,11 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
-    stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
+    stats = StatsCollector(
+        setup.plan.num_lcm_blocks,
+        prefix_caching=config.enable_prefix_caching,
+        groups=[spec.group_id for spec in setup.specs],
+    )
     settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
     settings.enable_kv_cache_events = publisher is not None
     scheduler = scheduling.Scheduler(settings)
@@ -124,19 +132,35 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         overlap_depth=limits.overlap_depth,
         eos_token_ids=source.eos_token_ids,
         kv_events=events,
+        masks=_mask_builder(source, limits) if grammars.are_served else None,
     )
     scorer = Scorer(model, precision=step_model.precision)
-    return Assembly(source, limits, programs, loop, stats, scorer, report, start, publisher)
+    return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)
+
+
+def _mask_builder(source: ModelSource, limits: EngineLimits) -> MaskBuilder | None:
+    if source.tokenizer is None:
+        return None
+    return MaskBuilder(limits.vocab_size, source.tokenizer.token_ids(), source.eos_token_ids)
 
 
 class _CachePlanner:
     """Finds how large the arena may be, and what fits into it."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource, limits: EngineLimits, device: jax.Device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        limits: EngineLimits,
+        device: jax.Device,
+        *,
+        returns_logits: bool,
+    ) -> None:
         self._config = config
         self._source = source
         self._limits = limits
         self._device = device
+        self._returns_logits = returns_logits
         self.sizing = CacheSizing(config, source.config, source.dtype.name, limits)
 
     def check_cheap_limits(self) -> None:
@@ -162,17 +186,17 @@ class _CachePlanner:
         return limits, setup
 
     def _measure_workspace(self, split: SplitModel) -> int:
-        """Temporaries of the costliest step, from its compiled program over the smallest arena that plans."""
+        """Workspace of the costliest step, from its compiled program over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
-        model = _step_model(self._config, self._source, split, setup, self._limits)
+        model = _step_model(self._config, self._source, split, setup, self._limits, returns_logits=self._returns_logits)
         state = jax.eval_shape(
             lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size, model.router)
         )
         programs = StepPrograms(model, split.weights, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
-        compiled = programs.compiled(builder.layout(buckets.all()[0]))
-        return compiled.memory_analysis().temp_size_in_bytes
+        programs.compiled(builder.layout(buckets.all()[0]))
+        return programs.workspace_bytes
 
 
 def _buckets(limits: EngineLimits, device: jax.Device) -> BucketTable:
@@ -203,7 +227,13 @@ def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup
 
 
 def _step_model(
-    config: EngineConfig, source: ModelSource, model: SplitModel, setup: CacheSetup, limits: EngineLimits
+    config: EngineConfig,
+    source: ModelSource,
+    model: SplitModel,
+    setup: CacheSetup,
+    limits: EngineLimits,
+    *,
+    returns_logits: bool,
 ) -> StepModel:
     kernels = _choose_kernels(config, source, setup)
     arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
@@ -222,6 +252,7 @@ def _step_model(
         bindings=kernels.bindings,
         attention_implementation=None if implementation == "auto" else implementation,
         precision="highest" if in_float32_on_gpu else None,
+        returns_logits=returns_logits,
     )
 
 
@@ -240,5 +271,7 @@ def _report(
         free=free,
         num_parents=setup.plan.num_lcm_blocks,
         parent_bytes=setup.plan.lcm_block_bytes,
+        prefix_granularity=setup.plan.prefix_granularity,
+        token_capacity=setup.token_capacity,
         groups=groups,
     )

@@ -9,6 +9,7 @@ from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.kv_events import KVEventsConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+GrammarBackend = Literal["auto", "llguidance", "none"]
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -154,6 +155,17 @@ class EngineConfig:
             "kernels of attention and recurrences: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"
         ),
     )
+    grammar_backend: GrammarBackend = field(
+        default="auto",
+        metadata=about(
+            "what constrains structured outputs; auto: llguidance where it is installed; none compiles nothing for "
+            "them and refuses them",
+            near_aliases={
+                "guided_decoding_backend": "the only backend is llguidance, which vLLM calls guidance",
+            },
+            spellings={"guidance": "llguidance"},
+        ),
+    )
     compilation_cache_dir: str | None = field(
         default=None,
         metadata=about(
@@ -190,7 +202,11 @@ class EngineConfig:
                 f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}",
                 field="gpu_memory_utilization",
             )
-        for name, allowed in (("dtype", get_args(DType)), ("attention_implementation", ("auto", "mosaic", "xla"))):
+        for name, allowed in (
+            ("dtype", get_args(DType)),
+            ("attention_implementation", ("auto", "mosaic", "xla")),
+            ("grammar_backend", get_args(GrammarBackend)),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)

@@ -56,9 +56,16 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
         if not draws:
             continue
         token = tokens[index]
-        sample.token_ids.append(token)
         results.tokens.append(token)
-        update = sample.stop.push(token)
+        matcher = sample.matcher
+        if matcher is not None and not matcher.accept(token):
+            # What was drawn means nothing, but the scheduler has to be told of some token.
+            sample.finished = True
+            results.finished.append(slot)
+            deltas.append((sample, sample.delta([], sample.stop.flush(), "abort", matcher.error)))
+            continue
+        sample.token_ids.append(token)
+        update = sample.stop.push(token, ends_grammar=matcher is not None and matcher.is_complete)
         if update.finish_reason is not None:
             sample.finished = True
             results.finished.append(slot)

@@ -17,7 +17,8 @@ class Sample:
         text: `token_ids` decoded, without special tokens and without the stop string that ended it.
         finish_reason: "stop" (stop string, stop id or end of sequence), "length", "abort", or "error" when the engine
             failed under it.
-        stop_reason: the stop string or stop id that matched; None for end of sequence and other reasons.
+        stop_reason: the stop string or stop id that matched, or of "abort" why a grammar could not go on; None for
+            end of sequence and other reasons.
         logprobs: natural log-probability of each token under the model, before temperature, penalties,
             bias and truncation; None unless asked for.
         sampling_logprobs: log-probability of each token under the distribution it was drawn from, after
@@ -51,7 +52,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What one sample gained since its previous delta. The last one carries `finish_reason`."""
+    """What one sample gained since its previous delta. The last one carries `finish_reason`.
+
+    Attributes:
+        scheduled_at: when the sample left the queue for its first step, in seconds of `time.monotonic`; None if it
+            ended before that.
+    """
 
     request_id: str
     sample_index: int
@@ -64,3 +70,4 @@ class RequestDelta:
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scheduled_at: float | None = None

@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +19,9 @@ from tokenspeed_jax.cache.resident_tables import EARLY_ENTRIES, Tables, apply_ch
 from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
 from tokenspeed_jax.engine.compilation_cache import CacheHits
+from tokenspeed_jax.engine.redraw import Redraw, RedrawLayout, build_redraw
 from tokenspeed_jax.engine.requests import SampleState
-from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS
+from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
 from tokenspeed_jax.engine.split_model import Weights
 from tokenspeed_jax.engine.step import DeviceState, StepModel, build_step
@@ -40,7 +43,9 @@ class StepPrograms:
     weights: Weights
     device_state: DeviceState
     max_model_len: int
+    _late_compile_seconds: float = 0.0
     _steps: dict[Bucket, Any] = field(default_factory=dict)
+    _redraws: dict[int, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
 
@@ -54,6 +59,8 @@ class StepPrograms:
         arena = self.model.arena
         others = [self._compile_begin, self._compile_update, arena.compile_copies]
         others += [arena.compile_zeroing] if arena.requires_block_zeroing else []
+        if self.model.returns_logits:
+            others += [partial(self._compile_redraw, rows) for rows in {layout.bucket.rows for layout in layouts}]
         with (
             hits.listening(),
             ThreadPoolExecutor(_PARALLEL_COMPILATIONS, initializer=hits.watch_this_thread) as pool,
@@ -76,18 +83,33 @@ class StepPrograms:
     def compiled(self, layout: BatchLayout) -> Any:
         """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
         if layout.bucket not in self._steps:
-            self._steps[layout.bucket] = self._lower(layout).compile()
+            self._steps[layout.bucket] = self._timed(lambda: self._lower(layout).compile())
         return self._steps[layout.bucket]
 
     def run(self, built: BuiltBatch) -> jax.Array:
         """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
+        # Without another name for them the logits are given back as soon as the step is done with them.
+        outputs = self.forward(built)[0]
+        outputs.copy_to_host_async()
+        return outputs
+
+    def forward(self, built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
+        """Dispatches one step; returns its packed outputs, and its logits if steps of its kind hand them out."""
         arena = self.model.arena
         for changes in built.early_changes:
-            update = self._update_tables or self._compile_update()
+            update = self._update_tables or self._timed(self._compile_update)
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
-        arena.planes, self.device_state, outputs = step(self.weights, arena.planes, self.device_state, built.buffer)
+        results = step(self.weights, arena.planes, self.device_state, built.buffer)
+        arena.planes, self.device_state, outputs, logits = results
+        return outputs, logits
+
+    def redraw(self, redraw: Redraw, outputs: jax.Array, logits: jax.Array) -> jax.Array:
+        """Dispatches the draws of a batch's constrained rows; returns the step's outputs with theirs among them."""
+        rows = redraw.layout.rows
+        program = self._redraws.get(rows) or self._compile_redraw(rows)
+        self.device_state, outputs = program(logits, self.device_state, outputs, redraw.buffer)
         outputs.copy_to_host_async()
         return outputs
 
@@ -97,7 +119,7 @@ class StepPrograms:
         Args:
             blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
         """
-        begin = self._begin or self._compile_begin()
+        begin = self._begin or self._timed(self._compile_begin)
         sampling = begin(
             self.device_state.sampling,
             np.int32(slot),
@@ -111,13 +133,24 @@ class StepPrograms:
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        others = (self._begin, self._update_tables)
-        return len(self._steps) + sum(item is not None for item in others) + self.model.arena.compilations
+        others = sum(item is not None for item in (self._begin, self._update_tables))
+        return len(self._steps) + len(self._redraws) + others + self.model.arena.compilations
+
+    @property
+    def late_compile_seconds(self) -> float:
+        """Time spent compiling outside of `warm_up`."""
+        return self._late_compile_seconds + self.model.arena.late_compile_seconds
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporaries of the costliest program compiled so far."""
-        return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
+        """Temporaries of the costliest step compiled so far, with what it hands out beside the arena and the state."""
+        return max((_workspace(step.memory_analysis()) for step in self._steps.values()), default=0)
+
+    def _timed(self, make: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        program = make()
+        self._late_compile_seconds += time.perf_counter() - start
+        return program
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))
@@ -138,6 +171,18 @@ class StepPrograms:
         self._update_tables = jax.jit(update, donate_argnums=0).lower(tables, changes).compile()
         return self._update_tables
 
+    def _compile_redraw(self, rows: int) -> Any:
+        vocab_size = self.device_state.sampling.output_counts.shape[1]
+        layout = RedrawLayout(rows, vocab_size)
+        lowered = jax.jit(build_redraw(layout), donate_argnums=1).lower(
+            jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
+            jax.tree.map(_shape_of, self.device_state),
+            jax.ShapeDtypeStruct((rows, 3 + 2 * min(MAX_TOP_LOGPROBS, vocab_size)), jnp.int32),
+            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+        )
+        self._redraws[rows] = lowered.compile()
+        return self._redraws[rows]
+
     def _compile_begin(self) -> Any:
         ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)
         lowered = jax.jit(begin_request, donate_argnums=0).lower(
@@ -151,6 +196,10 @@ class StepPrograms:
         )
         self._begin = lowered.compile()
         return self._begin
+
+
+def _workspace(memory: Any) -> int:
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

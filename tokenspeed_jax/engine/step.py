@@ -1,4 +1,4 @@
-"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs)`.
+"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs, logits or None)`.
 
 Planes and device state are donated, so a step updates the arena in place. The sampled token of each slot stays in
 the device state: the next step takes its input from there, and the host may plan that step before this one landed.
@@ -61,6 +61,7 @@ class StepModel:
     Attributes:
         structure: what makes a module of the weights, which are a step argument.
         precision: matmul precision of every product in the step; None leaves JAX's default.
+        returns_logits: whether steps that run the whole sampler hand out their logits, from which `redraw` draws.
     """
 
     structure: ModelStructure
@@ -69,18 +70,22 @@ class StepModel:
     bindings: tuple[LayerBinding, ...]
     attention_implementation: Implementation | None
     precision: str | None
+    returns_logits: bool = False
 
 
-def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Planes, DeviceState, jax.Array]]:
+StepResult = tuple[Planes, DeviceState, jax.Array, jax.Array | None]
+"""New planes, new state, packed outputs; logits where the step hands them out."""
+
+
+def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., StepResult]:
     """The step function of one bucket, to be jitted with `planes` and `device_state` donated.
 
     Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`.
     """
     bucket = layout.bucket
+    returns_logits = model.returns_logits and bucket.sampling == "full"
 
-    def step(
-        weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
-    ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"]]:
+    def step(weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]) -> StepResult:
         batch = layout.unpack(buffer)
         module = model.structure.module(weights)
         if bucket.mode == "decode":
@@ -107,11 +112,13 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
         hidden = module(tokens, positions, attention)
         if bucket.mode == "extend":
             hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        result, sampling = _draw(module.logits(hidden), batch.sampling, device_state.sampling, bucket.sampling)
+        logits = module.logits(hidden)
+        result, sampling = _draw(logits, batch.sampling, device_state.sampling, bucket.sampling)
         # Rows that draw nothing write the padding slot.
         target = jnp.where(batch.sampling.samples, slots, 0)
         last_tokens = device_state.last_tokens.at[target].set(result.token)
-        return attention.planes, DeviceState(last_tokens, sampling, tables), _pack_outputs(result)
+        state = DeviceState(last_tokens, sampling, tables)
+        return attention.planes, state, pack_outputs(result), logits if returns_logits else None
 
     return step
 
@@ -124,7 +131,8 @@ def _draw(
     return sample(logits, rows, state)
 
 
-def _pack_outputs(result: SampleResult) -> Int[Array, "rows columns"]:
+def pack_outputs(result: SampleResult) -> Int[Array, "rows columns"]:
+    """A step's outputs in one array, see `unpack_outputs`."""
     floats = jnp.concatenate([result.logprob[:, None], result.sampling_logprob[:, None], result.top_logprobs], axis=1)
     words = lax.bitcast_convert_type(floats, jnp.int32)
     return jnp.concatenate([result.token[:, None], result.top_ids, words], axis=1)

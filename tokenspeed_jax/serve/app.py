@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
@@ -47,7 +48,9 @@ from tokenspeed_jax.serve.protocol.translation import TranslatedRequest
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
+from tokenspeed_jax.serve.status_page.routes import StatusPage
 from tokenspeed_jax.serve.streaming import ClientGone, EventStream, StreamedReply, while_connected
+from tokenspeed_jax.serve.tracing import RequestTracer
 
 MAX_CHOICES = 2048
 """Most continuations (prompts x n) of one HTTP request."""
@@ -69,7 +72,7 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     app = Starlette(
         routes=server.routes(),
         middleware=[Middleware(AccessCheck, config=config)],
-        lifespan=lambda _app: server.bridge.attached(),
+        lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -92,7 +95,15 @@ class ModelServer:
         self._names = TokenNames(engine.tokenizer)
         self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
-        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
+        tracer = None if config.trace_endpoint is None else RequestTracer(config.trace_endpoint, self._name)
+        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout, tracer)
+        self._page = None if config.disable_status_page else StatusPage(engine, admission, self._metrics.recent)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What has to run beside the handlers, while the context lasts."""
+        async with self.bridge.attached(), self._page.watching() if self._page else contextlib.nullcontext():
+            yield
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -111,6 +122,7 @@ class ModelServer:
             Route("/metrics", self.metrics, methods=["GET"]),
             *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
+            *(self._page.routes() if self._page else ()),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -222,6 +234,7 @@ class ModelServer:
             renamed=parsed.names,
             priority=parsed.priority or 0,
             cache_salt=parsed.cache_salt,
+            trace_headers=request.headers,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:
@@ -243,11 +256,15 @@ class ModelServer:
                 chat = parsed.chat
             params = parsed.params()
             if isinstance(chat, ChatRequest):
-                params = self._format.applied(params, chat.offered_tools)
+                params = self._format.applied(params, chat.offered_tools, chat.forced_call)
             try:
                 prompts = parsed.prompt_token_ids(self._engine.tokenizer)
             except InvalidRequest as error:
                 raise refusal(error, parsed.names) from None
+            if isinstance(chat, ChatRequest):
+                params = self._format.constrained(params, chat, prompts[0])
+            if params.structured_outputs is not None:
+                self._compile(params.structured_outputs, parsed.names)
         if len(prompts) * params.n > MAX_CHOICES:
             raise ApiError(
                 f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
@@ -255,6 +272,13 @@ class ModelServer:
                 code="invalid_value",
             )
         return params, prompts
+
+    def _compile(self, constraint: StructuredOutputsParams, names: dict[str, str]) -> None:
+        """Compiles what `open` would else compile on the event loop."""
+        try:
+            self._engine.compile_grammar(constraint)
+        except InvalidRequest as error:
+            raise refusal(error, names) from None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._name:
