@@ -31,6 +31,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, incomplete, of an unknown architecture, or whose tensors do not fit."""
 
 
+class OutOfDeviceMemory(RuntimeError):
+    """The device had less memory left than weights, cache and steps need; the device's own error is chained."""
+
+
 class ProfilerError(RuntimeError):
     """A trace that was started while one runs, stopped while none does, or could not be written."""
 

@@ -1,7 +1,9 @@
-"""`tokenspeed_jax.serve` with a device that fails in the middle of its work."""
+"""`tokenspeed_jax.serve` with a device that has no memory left in the middle of its work."""
 
 import itertools
 import sys
+
+import jax
 
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.serve.cli import main
@@ -14,7 +16,7 @@ steps = itertools.count(1)
 
 def failing_run(programs: StepPrograms, *args: object):
     if next(steps) == FAILING_STEP:
-        raise MemoryError("injected fault")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: injected fault")
     return run(programs, *args)
 
 

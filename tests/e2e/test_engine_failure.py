@@ -38,5 +38,6 @@ def test_a_failed_step_is_a_500_to_all_and_ends_the_process(small_options: list[
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
         assert server.wait() == ENGINE_FAILED
     output = "".join(server.output)
+    assert "out of device memory in a step; lower --gpu-memory-utilization" in output
     assert "injected fault" in output
     assert "the engine has failed" in output

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.cli import bind
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.connections import uvicorn_limits
 
 from .fake_engine import FakeEngine
 
@@ -43,7 +44,9 @@ def address(engine: FakeEngine) -> Iterator[tuple[str, int]]:
 def listening(engine: FakeEngine, config: ServerConfig) -> Iterator[tuple[str, int]]:
     """Host and port of a uvicorn thread that serves `engine` while the context lasts."""
     listener = bind(config)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, config), log_config=None, lifespan="on", ws="none"))
+    options = uvicorn_limits(config.max_connections)
+    app = create_app(engine, config)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", ws="none", **options))
     started = threading.Event()
     startup = server.startup
 

@@ -1,8 +1,11 @@
 """Chat templates: what Hugging Face gives them is there, what could do harm is not."""
 
+import time
+
 import pytest
 
 from tokenspeed_jax.errors import CheckpointError, InvalidRequest
+from tokenspeed_jax.text import template_sandbox
 from tokenspeed_jax.text.chat_template import ChatTemplate, template_source
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -59,6 +62,39 @@ def test_template_that_fails_on_the_messages_is_a_refusal(source):
 def test_sandbox_holds(source):
     with pytest.raises(InvalidRequest):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) | list %}{% for a in r %}{% for b in r if b < 0 %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in [[[], []]] * 40 recursive %}{{ loop([[1] * 90] * 90) }}{{ loop([a]) }}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}", "{{ [0] * 10 ** 12 }}", "{{ 10 ** (10 ** 10) }}", "{{ 9.9 ** 999 }}",
+        "{{ '%999999999d' % 1 }}", "{{ '%*d' % (999999999, 1) }}", "{{ '{:999999999}'.format(1) }}",
+        "{{ 'a'.center(10 ** 12) }}", "{{ 'a'.ljust(10 ** 12) }}",
+    ],
+)  # fmt: skip
+def test_template_without_an_end_is_ended(source):
+    start = time.process_time()
+    with pytest.raises(InvalidRequest, match="does not take these messages"):
+        render(source)
+    assert time.process_time() - start < 10
+
+
+def test_steps_are_counted_for_each_rendering_alone(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MOST_STEPS", 5)
+    template = ChatTemplate("{% for m in messages %}{{ loop.index }}/{{ loop.length }} {% endfor %}", {})
+    for _ in range(3):
+        assert template.render(HELLO * 3, add_generation_prompt=True) == "1/3 2/3 3/3 "
+    with pytest.raises(InvalidRequest, match="more than 5 steps"):
+        template.render(HELLO * 9, add_generation_prompt=True)
+
+
+def test_ordinary_repetition_and_formatting_still_work():
+    assert render("{{ '-' * 3 }}{{ 2 ** 8 }}{{ '%s!' % 'a' }}{{ '{:>3}'.format(1) }}{{ 7 % 4 }}") == "---256a!  13"
 
 
 def test_template_that_does_not_parse_is_an_error_of_the_checkpoint():

@@ -15,6 +15,7 @@ from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.device_memory import explained
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
@@ -54,6 +55,7 @@ class Engine:
         Raises:
             ConfigError: an option that cannot work here, before anything is allocated.
             CheckpointError: a checkpoint that is incomplete, unknown or does not fit its architecture.
+            OutOfDeviceMemory: the device has less memory left than was planned with.
         """
         self._start(config, ModelSource.of_checkpoint(config))
 
@@ -76,7 +78,8 @@ class Engine:
 
     def _start(self, config: EngineConfig, source: ModelSource) -> None:
         self.config = config
-        self._assembly: Assembly = assemble(config, source)
+        with explained("the engine started"):
+            self._assembly: Assembly = assemble(config, source)
         self._loop = self._assembly.loop
         self.model_name = source.name
         self.max_model_len = self._assembly.limits.max_model_len

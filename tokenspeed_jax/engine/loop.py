@@ -22,6 +22,7 @@ import numpy as np
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
+from tokenspeed_jax.engine.device_memory import out_of_memory
 from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -189,6 +190,8 @@ class StepLoop:
             while self._take_commands():
                 self._turn()
         except BaseException as error:
+            if said := out_of_memory(error):
+                _LOG.error("out of device memory in a step; lower --gpu-memory-utilization: %s", said)
             _LOG.exception("a step failed; the engine ends and every request with it")
             self._failure = error
         finally:

@@ -12,6 +12,9 @@ MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP = 16
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string: every token of a sample is compared with its beginning."""
+MAX_STOP_IDS = 1024
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -115,9 +118,16 @@ class SamplingParams:
             raise InvalidRequest(f"stop must be non-empty strings, got {self.stop!r}", parameter="stop")
         if len(self.stop) > MAX_STOP:
             raise InvalidRequest(f"stop takes at most {MAX_STOP} strings, got {len(self.stop)}", parameter="stop")
+        if any(len(stop) > MAX_STOP_LENGTH for stop in self.stop):
+            raise InvalidRequest(f"stop strings have at most {MAX_STOP_LENGTH} characters", parameter="stop")
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
             raise InvalidRequest(
                 f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}", parameter="stop_token_ids"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_IDS} ids, got {len(self.stop_token_ids)}",
+                parameter="stop_token_ids",
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)

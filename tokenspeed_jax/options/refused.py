@@ -16,7 +16,7 @@ _JSON_BLANKS = "blanks between the tokens of JSON are allowed and bounded; a sch
 _ORDER = "requests run in the order of their `priority` field, and of arrival among equals"
 _QUANTIZED = "weights are not kept quantised; those of gpt-oss and of GGUF files are expanded on loading"
 _METRICS = "/metrics is always there"
-_REQUEST_LOG = "prompts are never logged; --access-log prints a line per request"
+_REQUEST_LOG = "prompts are in no log unless --enable-log-requests"
 _PROXY = "put a proxy in front of the server for it"
 
 REFUSED = MappingProxyType(
@@ -96,14 +96,15 @@ REFUSED = MappingProxyType(
         "--enable-cache-report": "usage always has the cached tokens",
         "--enable-prompt-tokens-details": "usage always has the cached tokens",
         "--disable-log-requests": _REQUEST_LOG,
-        "--enable-log-requests": _REQUEST_LOG,
-        "--log-requests": _REQUEST_LOG,
+        "--log-requests": "--enable-log-requests prints prompts and parameters",
         "--uvicorn-log-level": "--log-level is the level of all messages",
         "--disable-uvicorn-access-log": "lines per request are off unless --access-log",
         "--ssl-keyfile": "there is no TLS; " + _PROXY,
         "--ssl-certfile": "there is no TLS; " + _PROXY,
         "--root-path": _PROXY,
-        "--allowed-origins": "no cross-origin headers are sent; " + _PROXY,
+        "--allowed-methods": "--allowed-origins allows those that there are",
+        "--allowed-headers": "--allowed-origins allows all of them",
+        "--allow-credentials": "keys come in the header `Authorization` alone; there are no cookies",
     }
 )
 """Option as it is written -> why it is refused, and what to use in its place."""

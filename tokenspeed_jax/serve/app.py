@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -46,6 +47,7 @@ from tokenspeed_jax.serve.protocol.responses_reply import ResponsesReply
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from tokenspeed_jax.serve.protocol.translation import TranslatedRequest
 from tokenspeed_jax.serve.reply_format import ReplyFormat
+from tokenspeed_jax.serve.request_log import RequestLog
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
 from tokenspeed_jax.serve.status_page.routes import StatusPage
@@ -71,7 +73,7 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     server = ModelServer(engine, config, admission or Admission(engine, config.max_queued_requests))
     app = Starlette(
         routes=server.routes(),
-        middleware=[Middleware(AccessCheck, config=config)],
+        middleware=[*_cross_origin(config), Middleware(AccessCheck, config=config)],
         lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
@@ -81,6 +83,21 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cross_origin(config: ServerConfig) -> list[Middleware]:
+    """Outside of the check of keys: a browser asks without one whether it may send one."""
+    if not config.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    ]
 
 
 class ModelServer:
@@ -94,6 +111,7 @@ class ModelServer:
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
         self._format = ReplyFormat(config, engine.tokenizer)
+        self._log = RequestLog(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
         tracer = None if config.trace_endpoint is None else RequestTracer(config.trace_endpoint, self._name)
         self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout, tracer)
@@ -223,6 +241,8 @@ class ModelServer:
         parsed, params, prompts = await self._off_the_loop(request, prepare)
         is_native = isinstance(parsed, GenerateRequest)
         reply_id = (parsed.rid if is_native else None) or id_prefix + uuid.uuid4().hex
+        if self._config.enable_log_requests:
+            await run_in_threadpool(self._log.note, reply_id, prompts, params)
         head = ReplyHead(reply_id, self._name, int(time.time()), parsed.includes_usage)
         reply = reply_type(head, parsed, params, self._names)
         generation = self.bridge.open(

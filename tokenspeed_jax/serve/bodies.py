@@ -1,5 +1,6 @@
 """Request bodies: bytes off the wire with a limit, then JSON, then one protocol structure, or an `ApiError`."""
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +17,26 @@ _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _DISCARD_FACTOR = 4
+BODY_SECONDS = 120.0
+"""Time from the end of the headers to the end of the body."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, or 413 as soon as it is known to exceed `limit` bytes."""
+    """The whole body; `ApiError` 413 for more than `limit` bytes, 408 for one that takes longer than `BODY_SECONDS`."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _whole_body(request, limit)
+    except TimeoutError:
+        raise ApiError(
+            f"the body was not complete after {BODY_SECONDS:g} s",
+            status=408,
+            kind="timeout_error",
+            code="request_timeout",
+            headers={"connection": "close"},
+        ) from None
+
+
+async def _whole_body(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenspeed_jax.errors import CheckpointError, ConfigError
+from tokenspeed_jax.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.connections import raise_file_limit
 from tokenspeed_jax.serve.http_server import ENGINE_FAILED, HttpServer
 from tokenspeed_jax.serve.options import PROG, option_name, parse_options
 from tokenspeed_jax.serve.served_engine import ServedEngine
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
                 close(engine)
         except ConfigError as error:
             return _fail(f"argument {option_name(error.field)}: {error}" if error.field else str(error), 2)
-        except (CheckpointError, ListenError) as error:
+        except (CheckpointError, ListenError, OutOfDeviceMemory) as error:
             return _fail(str(error), 1)
         except KeyboardInterrupt:
             return _INTERRUPTED
@@ -108,6 +109,7 @@ def serve(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -
     Raises:
         ListenError: another process began to listen on the port in the meantime.
     """
+    raise_file_limit(config.max_connections)
     admission = Admission(engine, config.max_queued_requests)
     app = create_app(engine, config, admission)
     server = HttpServer(app, config, admission, announcement(engine, config, listener))

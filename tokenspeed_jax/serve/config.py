@@ -1,6 +1,8 @@
 """`ServerConfig`: every option of the HTTP server that is not an option of the engine."""
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -8,6 +10,8 @@ from tokenspeed_jax.engine.config import about
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.serve.trace_endpoint import TraceEndpoint
 from tokenspeed_jax.text.transcripts import ReasoningFormat, ToolCallFormat, TranscriptFormat
+
+_ORIGIN = re.compile(r"https?://[^/\s\"'*]+")
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -23,6 +27,13 @@ class ServerConfig:
         default="127.0.0.1", metadata=about("address to listen on; 0.0.0.0 for every IPv4 interface", section="server")
     )
     port: int = field(default=8000, metadata=about("TCP port to listen on; 0 picks a free one"))
+    max_connections: int = field(
+        default=8192, metadata=about("most connections that are open at a time; further ones are answered 503")
+    )
+    allowed_origins: Sequence[str] = field(
+        default=(),
+        metadata=about("let pages of this origin, such as https://chat.example.org, use the API (CORS); * for all"),
+    )
     served_model_name: str | None = field(
         default=None, metadata=about("the model's name in requests; default: the checkpoint's name")
     )
@@ -91,6 +102,12 @@ class ServerConfig:
     )
     log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
+    enable_log_requests: bool = field(
+        default=False, metadata=about("print every request's prompt and parameters; they are in no log otherwise")
+    )
+    max_log_len: int | None = field(
+        default=None, metadata=about("most characters of a prompt that are printed; needs enable_log_requests")
+    )
     otlp_traces_endpoint: str | None = field(
         default=None,
         metadata=about(
@@ -129,8 +146,23 @@ class ServerConfig:
             )
         if self.trace_endpoint is not None:
             self.trace_endpoint.exporter()
+        self._check_clients()
         self._check_parsers()
         _check_choice("log_level", self.log_level, get_args(LogLevel))
+
+    def _check_clients(self) -> None:
+        if self.max_connections <= 0:
+            raise ConfigError(f"max_connections must be positive, got {self.max_connections}", field="max_connections")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins takes * or origins such as https://chat.example.org, one each, got {origin!r}",
+                    field="allowed_origins",
+                )
+        if self.max_log_len is not None and not self.enable_log_requests:
+            raise ConfigError("max_log_len has no effect without enable_log_requests", field="max_log_len")
+        if self.max_log_len is not None and self.max_log_len <= 0:
+            raise ConfigError(f"max_log_len must be positive, got {self.max_log_len}", field="max_log_len")
 
     @property
     def trace_endpoint(self) -> TraceEndpoint | None:

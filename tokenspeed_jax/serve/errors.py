@@ -129,6 +129,17 @@ def queue_full(limit: int) -> ApiError:
     )
 
 
+def too_many_connections(limit: int) -> ApiError:
+    """503: as many connections are open as the server was told to keep."""
+    return ApiError(
+        f"{limit} connections are open already, the limit of --max-connections; try again later",
+        status=503,
+        kind="service_unavailable_error",
+        code="too_many_connections",
+        headers={"retry-after": _RETRY_QUEUE_SECONDS},
+    )
+
+
 def request_timed_out(seconds: float) -> ApiError:
     """504: the request was not complete within the server's limit, and was aborted."""
     return ApiError(

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.serve.connections import uvicorn_limits
 from tokenspeed_jax.serve.errors import engine_failed, request_aborted
 
 ENGINE_FAILED = 3
@@ -51,6 +52,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_FAREWELL_SECONDS,
+                **uvicorn_limits(config.max_connections),
             )
         )
         self.exit_code = 0

@@ -10,16 +10,19 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from tokenspeed_jax.errors import CheckpointError, InvalidRequest
+from tokenspeed_jax.text.template_sandbox import TemplateSandbox
+
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+"""What a template's own operations raise."""
 
 
 class ChatTemplate:
     """A Jinja template that turns messages into the text of a prompt.
 
-    Templates come from checkpoints, so they run in Jinja's immutable sandbox: no attribute that starts with an
-    underscore, no change to what they are given. They find there what Hugging Face gives them: `raise_exception`,
+    Templates come from checkpoints, so they run in a sandbox: no attribute that starts with an underscore, no change to
+    what they are given, a bound on their steps. They find there what Hugging Face gives them: `raise_exception`,
     `strftime_now`, a `tojson` filter that keeps text readable, loop controls and the `generation` tag.
     """
 
@@ -32,7 +35,7 @@ class ChatTemplate:
         Raises:
             CheckpointError: the template does not parse.
         """
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = self._sandbox = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -60,11 +63,12 @@ class ChatTemplate:
             InvalidRequest: the template refused the messages, or failed on them.
         """
         context = {**self._special_tokens, "tools": None, "documents": None, **variables}
+        self._sandbox.begin()
         try:
             return self._template.render(
                 context, messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, *_FAILURES) as error:
             raise InvalidRequest(
                 f"the chat template does not take these messages: {error}", parameter="messages"
             ) from error

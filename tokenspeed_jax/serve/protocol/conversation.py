@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenspeed_jax.serve.errors import ApiError
+from tokenspeed_jax.serve.protocol.nesting import check_nesting, check_template_variables
 from tokenspeed_jax.serve.protocol.tools import Tool
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 
@@ -33,6 +34,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             value = None
+        check_nesting(value, "messages")
         if not isinstance(value, dict):
             raise ApiError(
                 f"messages: the arguments of the tool call {self.name!r} are not a JSON object in a string",
@@ -174,6 +176,7 @@ def render_chat(
 def _own_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of `chat_template_kwargs`, which must not set what has a field of its own."""
     own = dict(variables or {})
+    check_template_variables(own)
     if taken := _RESERVED_VARIABLES & own.keys():
         raise ApiError(
             f"chat_template_kwargs must not set {', '.join(sorted(taken))}",

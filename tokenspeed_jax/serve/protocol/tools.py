@@ -10,6 +10,7 @@ import msgspec
 from tokenspeed_jax.serve.bodies import convert_object
 from tokenspeed_jax.serve.errors import ApiError
 from tokenspeed_jax.serve.protocol.json_schemas import check_limits, with_guidance
+from tokenspeed_jax.serve.protocol.nesting import check_nesting
 
 ToolChoice = str | dict[str, Any]
 
@@ -31,6 +32,7 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.name:
             raise ApiError("tools: a function needs a name", param="tools", code="invalid_value")
+        check_nesting(self.parameters, "tools")
 
     def arguments_schema(self) -> dict[str, Any]:
         """The schema of the arguments as the grammar writer takes it: of an object, on one line.
