@@ -48,7 +48,7 @@ def refusal(compiler: GrammarCompiler, **constraint: object) -> InvalidRequest:
 printable = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(printable, min_size=1, max_size=4), printable)
 def test_a_choice_is_its_texts_and_nothing_else(
     compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str], other: str
@@ -155,7 +155,7 @@ HOSTILE = {
     "many rules": {
         "grammar": "start: a0\n" + "\n".join(f'a{i}: "x" | a{i + 1}' for i in range(9_000)) + '\na9000: "y"'
     },
-    "many properties": {"json": {"properties": {f"p{i}": {"enum": list(range(20))} for i in range(2_000)}}},
+    "many properties": {"json": {"properties": {f"p{i}": {"enum": list(range(20))} for i in range(500)}}},
     "zero bytes": {"regex": "\0"},
     "a remote reference": {"json": {"$ref": "https://example.com/schema.json"}},
 }
