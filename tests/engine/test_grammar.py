@@ -15,6 +15,7 @@ from tokenspeed_jax.engine import grammar_compiler
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.grammar_compiler import GrammarCompiler, grammars_of
 from tokenspeed_jax.errors import ConfigError, InvalidRequest
+from tokenspeed_jax.options import CommandLine, Configuration
 from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 
@@ -206,6 +207,23 @@ def test_compiled_grammars_are_kept_up_to_a_number(compiler: GrammarCompiler, mo
     compiler.compile(StructuredOutputsParams(regex="fourth"))
     compiler.compile(StructuredOutputsParams(regex="fifth"))
     assert compiler.compile(StructuredOutputsParams(regex="first")) is not first
+
+
+def test_a_grammar_that_was_costly_is_refused_from_then_on(compiler: GrammarCompiler) -> None:
+    params = StructuredOutputsParams(regex="costly")
+    running = compiler.compile(params).matcher()
+    compiler.compile(params).cost.error = "too many states"
+    error = refusal(compiler, regex="costly")
+    assert "too many states" in str(error)
+    assert running.cost.error == "too many states", "its other samples end too"
+
+
+@pytest.mark.parametrize("option", ["--grammar-backend", "--guided-decoding-backend"])
+def test_the_backend_goes_by_the_names_that_sglang_and_vllm_give_it(option: str) -> None:
+    line = CommandLine("x", "", Configuration(EngineConfig, positional="model"))
+    assert line.parse([TINY, option, "guidance"]).of(EngineConfig).grammar_backend == "llguidance"
+    with pytest.raises(SystemExit):
+        line.parse([TINY, option, "xgrammar"])
 
 
 def test_backends_that_cannot_be_had_are_refused_at_start_or_with_the_request(

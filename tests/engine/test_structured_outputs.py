@@ -193,6 +193,16 @@ def test_the_constraint_begins_after_its_mark(engine: Engine, mark: str, bias: d
         assert (sample.finish_reason, sample.token_ids[-1]) == ("stop", EOS)
 
 
+def test_stop_ids_are_held_back_before_the_constraint_begins_too(engine: Engine) -> None:
+    constraint = StructuredOutputsParams(choice=("yes",), begins_after="<pad>")
+    params = SamplingParams(
+        max_tokens=10, min_tokens=8, seed=1, stop_token_ids=[70], logit_bias={70: 50.0}, structured_outputs=constraint
+    )
+    sample = engine.generate(prompt(1), params)[0].samples[0]
+    assert sample.token_ids.index(70) == 8
+    assert sample.stop_reason == 70
+
+
 def test_a_grammar_that_fails_on_the_way_ends_its_sample_and_nothing_else(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,7 @@ class StepLoop:
         # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
         keep = self._overlap_depth if ids else len(self._in_flight) - 1
         while len(self._in_flight) > max(keep, 0):
-            self._deliver_all(self._absorb(self._in_flight.popleft()))
+            self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
 
     def _prepare_blocks(self, plan: scheduling.ExecutionPlan) -> None:
@@ -255,17 +255,15 @@ class StepLoop:
         """Dispatches a step, and the draws of its constrained rows once the tokens before them are known."""
         outputs, logits = self._programs.forward(built)
         dispatched_at = time.perf_counter()
-        landed = []
-        while self._in_flight:
-            landed += self._absorb(self._in_flight.popleft())
         if self._masks is None or logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
+        # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
         redraw = Redraw.of(built, self._masks.vocab_size)
         self._masks.fill(redraw.masks, built.constrained, built.samples)
         outputs = self._programs.redraw(redraw, outputs, logits)
         self._in_flight.append(_InFlight(round_number, built, outputs, dispatched_at))
-        # The device has work again: only now the receivers are told.
-        self._deliver_all(landed)
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
@@ -285,15 +283,11 @@ class StepLoop:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
 
-    def _absorb(self, step: _InFlight) -> list[tuple[SampleState, RequestDelta]]:
-        """Waits for a step and applies what came of it; returns the deltas to deliver."""
+    def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)
-        return deltas
-
-    def _deliver_all(self, deltas: list[tuple[SampleState, RequestDelta]]) -> None:
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:
