@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,10 @@ HOSTILE = {
         "grammar": "start: a0\n" + "\n".join(f'a{i}: "x" | a{i + 1}' for i in range(9_000)) + '\na9000: "y"'
     },
     "many properties": {"json": {"properties": {f"p{i}": {"enum": list(range(20))} for i in range(500)}}},
+    "a large multiple": {"json": {"type": "integer", "multipleOf": 9_999_991}},
+    "multiples of multiples": {"json": {"type": "integer", "allOf": [{"multipleOf": 99_991}, {"multipleOf": 99_989}]}},
+    "a large multiple in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleO\\u0066": 9999991}'},
+    "a multiple of many digits": {"json": {"type": "number", "multipleOf": 1e300}},
     "zero bytes": {"regex": "\0"},
     "a remote reference": {"json": {"$ref": "https://example.com/schema.json"}},
 }
@@ -179,8 +184,34 @@ def test_hostile_grammars_are_refused_or_stay_within_their_limits(compiler: Gram
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(15)
     assert ended, "it hangs"
+
+
+def test_ordinary_multiples_are_served(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    steps = {"a": 5, "b": 0.01, "c": 2.5, "d": 100}
+    properties = {name: {"type": "number", "multipleOf": step} for name, step in steps.items()}
+    grammar = compiler.compile(StructuredOutputsParams(json={"properties": properties}))
+    assert accepts(tokenizer, grammar, '{"a": 15, "b": 0.07, "c": 7.5, "d": 300}')
+    assert not accepts(tokenizer, grammar, '{"a": 16}')
+
+
+def test_a_compilation_without_an_end_is_left_to_itself(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(grammar_compiler, "_MAX_COMPILE_SECONDS", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_prototype", lambda _: ends.wait(30))
+        for attempt in range(2):
+            assert "takes more than" in str(refusal(compiler, regex=f"endless{attempt}"))
+        assert "try again later" in str(refusal(compiler, regex="endless"))
+    ends.set()
+    monkeypatch.setattr(grammar_compiler, "_MAX_COMPILE_SECONDS", 20.0)
+    deadline = time.monotonic() + 10
+    while not all(left.done() for left in grammar_compiler._LEFT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    compiler.compile(StructuredOutputsParams(regex="after"))
 
 
 def test_a_panic_of_llguidance_is_a_refusal(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
