@@ -29,6 +29,7 @@ _WITHOUT_EFFECT = frozenset(
         "compilation_cache_dir",
         "warmup",
         "disable_progress_bars",
+        "kv_events_config",
     }
 )
 _ONLY_ON_A_GPU = ("jax_memory_fraction", "workspace_gib", "gpu_memory_utilization")

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -30,8 +31,13 @@ from tokenspeed_jax.engine.start_report import Laps, StartReport
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import StepModel, init_device_state
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.kv_events import open_publisher
+from tokenspeed_jax.kv_events.feed import KVEventFeed
 from tokenspeed_jax.recipes.base import CacheSetup
 from tokenspeed_jax.recipes.report import GroupCapacity
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.kv_events.publisher import EventPublisher
 
 _LOG = logging.getLogger("tokenspeed_jax")
 
@@ -49,9 +55,12 @@ class Assembly:
     grammars: Grammars
     report: MemoryReport
     start: StartReport
+    publisher: "EventPublisher | None"
 
     def free(self) -> None:
-        """Drops the arena and the device state; the loop must have ended."""
+        """Drops the arena and the device state, and publishes the last events; the loop must have ended."""
+        if self.publisher is not None:
+            self.publisher.close()
         for leaf in jax.tree.leaves((self.programs.model.arena.planes, self.programs.device_state)):
             leaf.delete()
 
@@ -63,6 +72,16 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         ConfigError: a configuration that cannot work, before anything is allocated.
         CheckpointError: weights that do not fit the architecture.
     """
+    publisher = open_publisher(config.kv_events_config)
+    try:
+        return _assemble(config, source, publisher)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
+
+
+def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublisher | None") -> Assembly:
     device = jax.devices()[0]
     use_compilation_cache(config.compilation_cache_dir)
     limits = EngineLimits.resolve(
@@ -93,10 +112,18 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
-    stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
-    scheduler = scheduling.Scheduler(
-        scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    stats = StatsCollector(
+        setup.plan.num_lcm_blocks,
+        prefix_caching=config.enable_prefix_caching,
+        groups=[spec.group_id for spec in setup.specs],
     )
+    settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    settings.enable_kv_cache_events = publisher is not None
+    scheduler = scheduling.Scheduler(settings)
+    events = None
+    if publisher is not None:
+        publisher.start(arena.contract.group_specs)
+        events = KVEventFeed(scheduler, publisher)
     loop = StepLoop(
         scheduler,
         programs,
@@ -104,10 +131,11 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         stats,
         overlap_depth=limits.overlap_depth,
         eos_token_ids=source.eos_token_ids,
+        kv_events=events,
         masks=_mask_builder(source, limits) if grammars.are_served else None,
     )
     scorer = Scorer(model, precision=step_model.precision)
-    return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start)
+    return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)
 
 
 def _mask_builder(source: ModelSource, limits: EngineLimits) -> MaskBuilder | None:
@@ -243,5 +271,7 @@ def _report(
         free=free,
         num_parents=setup.plan.num_lcm_blocks,
         parent_bytes=setup.plan.lcm_block_bytes,
+        prefix_granularity=setup.plan.prefix_granularity,
+        token_capacity=setup.token_capacity,
         groups=groups,
     )

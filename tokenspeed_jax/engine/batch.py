@@ -144,6 +144,7 @@ class BuiltBatch:
         draws: whether the row samples a token; a prefill chunk that does not end its prompt draws none.
         constrained: rows whose token a grammar constrains. The step draws none for them, `redraw` does.
         early_changes: changes of the block tables for which the buffer has no room, to be applied before the step.
+        num_tokens: tokens that the step computes, without padding.
     """
 
     layout: BatchLayout
@@ -153,6 +154,7 @@ class BuiltBatch:
     draws: list[bool]
     constrained: list[int]
     early_changes: tuple[np.ndarray, ...]
+    num_tokens: int
 
 
 class BatchBuilder:
@@ -223,7 +225,7 @@ class BatchBuilder:
         for group, ids in blocks.items():
             view[f"states.{group}"][:] = ids
         draws = completes.tolist()
-        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), draws, constrained, tuple(early))
+        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), draws, constrained, tuple(early), total)
 
     @staticmethod
     def _fill_sampling(

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.kv_events import KVEventsConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackend = Literal["auto", "llguidance", "none"]
@@ -132,6 +133,13 @@ class EngineConfig:
         default=True,
         metadata=about("reuse the cache of equal prompt prefixes", opposites=("disable_radix_cache",)),
     )
+    kv_events_config: KVEventsConfig | None = field(
+        default=None,
+        metadata=about(
+            "tell routers on ZeroMQ what comes into the prefix cache and what leaves it, as in "
+            '{"enable_kv_cache_events": true}; default: nobody is told'
+        ),
+    )
     overlap_schedule: bool = field(
         default=True,
         metadata=about(
@@ -202,7 +210,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)
+        self._check_kv_events()
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name} must be true or false, got {value!r}", field=item.name)
+
+    def _check_kv_events(self) -> None:
+        events = self.kv_events_config
+        if events is None:
+            return
+        if not isinstance(events, KVEventsConfig):
+            raise ConfigError(f"kv_events_config must be a KVEventsConfig, got {events!r}", field="kv_events_config")
+        if events.enable_kv_cache_events and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config has no effect without enable_prefix_caching", field="kv_events_config")

@@ -3,14 +3,15 @@
 import asyncio
 import itertools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, cast
 
 from flax import nnx
 from tqdm import tqdm
 
+from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
@@ -80,10 +81,8 @@ class Engine:
         self.model_name = source.name
         self.max_model_len = self._assembly.limits.max_model_len
         self._serial = itertools.count()
-        self._lock = threading.Lock()
-        self._live_ids: set[str] = set()
+        self._live_ids = LiveRequestIds()
         self._profiler = Profiler()
-        self._compilations_at_start = self._assembly.programs.compilations
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -192,7 +191,7 @@ class Engine:
         max_tokens, grammar = self._check(prompt, params)
         serial = next(self._serial)
         request = RequestState(
-            request_id=self._claim_id(request_id, serial),
+            request_id=self._live_ids.claim(request_id or f"request-{serial}"),
             prompt_token_ids=prompt,
             params=params,
             options=options,
@@ -207,7 +206,7 @@ class Engine:
         try:
             self._loop.submit(request, [sample.spec() for sample in request.samples])
         except EngineClosed:
-            self._release_id(request.request_id)
+            self._live_ids.release(request.request_id)
             raise
         return request.request_id
 
@@ -321,8 +320,20 @@ class Engine:
         assembly = self._assembly
         return assembly.stats.snapshot(
             arena_bytes=assembly.report.arena,
-            compilations_after_warmup=assembly.programs.compilations - self._compilations_at_start,
+            compilations_after_warmup=assembly.programs.compilations - assembly.start.programs,
+            compile_seconds=assembly.start.compiling + assembly.programs.late_compile_seconds,
         )
+
+    def activity(self, max_requests: int = 100) -> Future[Activity]:
+        """What the engine is doing, once the step that runs now has ended; waits for nothing.
+
+        Args:
+            max_requests: most started and most waiting requests that are listed.
+
+        Raises:
+            EngineClosed: the engine is closed; the future raises it if the engine ends meanwhile.
+        """
+        return self._loop.activity(max_requests)
 
     def close(self) -> None:
         """Aborts what runs, ends the step loop and frees device memory. Further calls raise `EngineClosed`."""
@@ -367,19 +378,6 @@ class Engine:
         matcher = None if request.grammar is None else request.grammar.matcher()
         return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop, matcher)
 
-    def _claim_id(self, request_id: str | None, serial: int) -> str:
-        if request_id is None:
-            request_id = f"request-{serial}"
-        with self._lock:
-            if request_id in self._live_ids:
-                raise InvalidRequest(f"request_id {request_id!r} is already running", parameter="request_id")
-            self._live_ids.add(request_id)
-        return request_id
-
-    def _release_id(self, request_id: str) -> None:
-        with self._lock:
-            self._live_ids.discard(request_id)
-
     def _releasing(
         self, request: RequestState, on_delta: Callable[[RequestDelta], None]
     ) -> Callable[[RequestDelta], None]:
@@ -387,7 +385,7 @@ class Engine:
 
         def deliver(delta: RequestDelta) -> None:
             if request.finished:
-                self._release_id(request.request_id)
+                self._live_ids.release(request.request_id)
             try:
                 on_delta(delta)
             except Exception:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.masks import MaskBuilder
@@ -31,6 +32,7 @@ from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import unpack_outputs
 from tokenspeed_jax.errors import EngineClosed
+from tokenspeed_jax.kv_events.feed import KVEventFeed
 
 _LOG = logging.getLogger(__name__)
 _MAX_EMPTY_ROUNDS = 1000
@@ -51,6 +53,8 @@ class _Question:
     answer: Future[Any] = field(default_factory=Future)
 
     def __call__(self) -> None:
+        if not self.answer.set_running_or_notify_cancel():
+            return
         try:
             self.answer.set_result(self.function())
         except Exception as error:
@@ -68,9 +72,9 @@ class _InFlight:
 class StepLoop:
     """Runs requests to their end on a thread of its own.
 
-    Thread-safe: `submit`, `abort`, `call`, `ask`, `flush_cache`, `close`, and the read-only properties. Deltas are
-    delivered on the loop's thread. After an internal error every request finishes with "error" and the loop ends: a
-    step that failed half-way leaves donated buffers behind that nobody can vouch for.
+    Thread-safe: `submit`, `abort`, `call`, `ask`, `activity`, `flush_cache`, `close`, and the read-only properties.
+    Deltas are delivered on the loop's thread. After an internal error every request finishes with "error" and the loop
+    ends: a step that failed half-way leaves donated buffers behind that nobody can vouch for.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class StepLoop:
         *,
         overlap_depth: int,
         eos_token_ids: Collection[int],
+        kv_events: KVEventFeed | None = None,
         masks: MaskBuilder | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -90,6 +95,7 @@ class StepLoop:
         self._stats = stats
         self._overlap_depth = overlap_depth
         self._eos_token_ids = eos_token_ids
+        self._kv_events = kv_events
         self._masks = masks
         self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -101,6 +107,8 @@ class StepLoop:
         self._queued: set[str] = set()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
+        self._was_idle = True
+        self._landed_at = 0.0
         self._thread = threading.Thread(target=self._run, name="tokenspeed-step-loop", daemon=True)
         self._thread.start()
 
@@ -140,13 +148,22 @@ class StepLoop:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
+        return self._request(function).result()
+
+    def _request[T](self, function: Callable[[], T]) -> Future[T]:
         question = _Question(function)
         self._post(question)
-        return question.answer.result()
+        return question.answer
+
+    def activity(self, max_requests: int) -> Future[Activity]:
+        """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
+        return self._request(
+            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+        )
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, with nothing dropped, while requests hold cached blocks."""
-        return self.ask(self._scheduler.clear_cache)
+        return self.ask(self._clear_cache)
 
     def close(self, timeout: float | None = None) -> None:
         """Aborts what runs and ends the thread."""
@@ -181,7 +198,8 @@ class StepLoop:
                 questions = [item for item in self._inbox if isinstance(item, _Question)]
                 self._inbox.clear()
             for question in questions:
-                question.answer.set_exception(EngineClosed("the engine is closed"))
+                if question.answer.set_running_or_notify_cancel():
+                    question.answer.set_exception(EngineClosed("the engine is closed"))
             # What is still queued never reached the scheduler; it ends like what runs.
             for request in left:
                 self._register(request)
@@ -194,6 +212,7 @@ class StepLoop:
         while True:
             with self._wake:
                 while not (self._closing or self._inbox or self._requests or self._in_flight):
+                    self._was_idle = True
                     self._wake.wait()
                 if self._closing:
                     return False
@@ -232,6 +251,16 @@ class StepLoop:
         while len(self._in_flight) > max(keep, 0):
             self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
+        # Last, while the device is at work on the step that was dispatched.
+        if self._kv_events is not None:
+            self._kv_events.forward()
+            self._stats.observe_kv_events(self._kv_events.dropped)
+
+    def _clear_cache(self) -> bool:
+        cleared = self._scheduler.clear_cache()
+        if cleared and self._kv_events is not None:
+            self._kv_events.clear()
+        return cleared
 
     def _prepare_blocks(self, plan: scheduling.ExecutionPlan) -> None:
         """Fresh blocks are cleared where that is needed, and blocks of forks are copied, before the batch runs."""
@@ -249,11 +278,13 @@ class StepLoop:
             self._dispatch_constrained(round_number, built)
         else:
             outputs = self._programs.run(built)
+            self._observe_overlap()
             self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
 
     def _dispatch_constrained(self, round_number: int, built: BuiltBatch) -> None:
         """Dispatches a step, and the draws of its constrained rows once the tokens before them are known."""
         outputs, logits = self._programs.forward(built)
+        self._observe_overlap()
         dispatched_at = time.perf_counter()
         if self._masks is None or logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
@@ -265,29 +296,44 @@ class StepLoop:
         outputs = self._programs.redraw(redraw, outputs, logits)
         self._in_flight.append(_InFlight(round_number, built, outputs, dispatched_at))
 
+    def _observe_overlap(self) -> None:
+        """Notes whether the device still had work when the next step reached it; asked once that step is there, so
+        that a step that counts as overlapped was in time for certain."""
+        if not self._was_idle:
+            before: Any = self._in_flight[-1].outputs if self._in_flight else None  # jax's types do not have is_ready
+            self._stats.observe_dispatch(overlapped=before is not None and not before.is_ready())
+        self._was_idle = False
+
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
         starts = batch.extend_prefix_lens
         if not starts:
             return
         slots = batch.request_pool_indices
+        now, has_admitted = time.monotonic(), False
         for index, sample in enumerate(samples[: len(starts)]):
             if self._slot_owner.get(slots[index]) is sample:
                 continue
             self._slot_owner[slots[index]] = sample
             self._queued.discard(sample.request.request_id)
+            has_admitted = True
+            if sample.scheduled_at is None:
+                sample.scheduled_at = now
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
                 self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
+        if has_admitted:
+            self._stats.observe_hits(self._scheduler)
 
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
-        self._stats.observe_step(time.perf_counter() - step.dispatched_at)
+        begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
+        self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:

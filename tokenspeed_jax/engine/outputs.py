@@ -52,7 +52,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What one sample gained since its previous delta. The last one carries `finish_reason`."""
+    """What one sample gained since its previous delta. The last one carries `finish_reason`.
+
+    Attributes:
+        scheduled_at: when the sample left the queue for its first step, in seconds of `time.monotonic`; None if it
+            ended before that.
+    """
 
     request_id: str
     sample_index: int
@@ -65,3 +70,4 @@ class RequestDelta:
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scheduled_at: float | None = None

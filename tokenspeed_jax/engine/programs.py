@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,7 @@ class StepPrograms:
     weights: Weights
     device_state: DeviceState
     max_model_len: int
+    _late_compile_seconds: float = 0.0
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _redraws: dict[int, Any] = field(default_factory=dict)
     _begin: Any = None
@@ -81,7 +83,7 @@ class StepPrograms:
     def compiled(self, layout: BatchLayout) -> Any:
         """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
         if layout.bucket not in self._steps:
-            self._steps[layout.bucket] = self._lower(layout).compile()
+            self._steps[layout.bucket] = self._timed(lambda: self._lower(layout).compile())
         return self._steps[layout.bucket]
 
     def run(self, built: BuiltBatch) -> jax.Array:
@@ -95,7 +97,7 @@ class StepPrograms:
         """Dispatches one step; returns its packed outputs, and its logits if steps of its kind hand them out."""
         arena = self.model.arena
         for changes in built.early_changes:
-            update = self._update_tables or self._compile_update()
+            update = self._update_tables or self._timed(self._compile_update)
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
@@ -117,7 +119,7 @@ class StepPrograms:
         Args:
             blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
         """
-        begin = self._begin or self._compile_begin()
+        begin = self._begin or self._timed(self._compile_begin)
         sampling = begin(
             self.device_state.sampling,
             np.int32(slot),
@@ -135,9 +137,20 @@ class StepPrograms:
         return len(self._steps) + len(self._redraws) + others + self.model.arena.compilations
 
     @property
+    def late_compile_seconds(self) -> float:
+        """Time spent compiling outside of `warm_up`."""
+        return self._late_compile_seconds + self.model.arena.late_compile_seconds
+
+    @property
     def workspace_bytes(self) -> int:
         """Temporaries of the costliest step compiled so far, with what it hands out beside the arena and the state."""
         return max((_workspace(step.memory_analysis()) for step in self._steps.values()), default=0)
+
+    def _timed(self, make: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        program = make()
+        self._late_compile_seconds += time.perf_counter() - start
+        return program
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))

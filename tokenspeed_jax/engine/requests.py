@@ -1,6 +1,8 @@
 """What the step loop remembers about a request while it runs."""
 
 import struct
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tokenspeed_jax.engine.grammar import Grammar, Matcher
@@ -36,6 +39,7 @@ class SampleState:
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
+        scheduled_at: when it was first given a place in a step; None before that.
     """
 
     scheduler_id: str
@@ -47,6 +51,7 @@ class SampleState:
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
+    scheduled_at: float | None = None
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
@@ -103,6 +108,7 @@ class SampleState:
             top_logprobs=top_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            scheduled_at=self.scheduled_at,
         )
 
 
@@ -114,6 +120,7 @@ class RequestState:
         grammar: what constrains each of the samples; None where nothing does.
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
+        submitted_at: monotonic seconds.
     """
 
     request_id: str
@@ -125,7 +132,33 @@ class RequestState:
     grammar: "Grammar | None" = None
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
         return all(sample.finished for sample in self.samples)
+
+
+class LiveRequestIds:
+    """Ids of the requests that run, each at most once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+
+    def claim(self, request_id: str) -> str:
+        """Takes an id until it is released, and returns it.
+
+        Raises:
+            InvalidRequest: it is taken.
+        """
+        with self._lock:
+            if request_id in self._ids:
+                raise InvalidRequest(f"request_id {request_id!r} is already running", parameter="request_id")
+            self._ids.add(request_id)
+        return request_id
+
+    def release(self, request_id: str) -> None:
+        """Gives an id back; one that nobody has is ignored."""
+        with self._lock:
+            self._ids.discard(request_id)

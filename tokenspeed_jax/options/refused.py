@@ -90,6 +90,8 @@ REFUSED = MappingProxyType(
         "--disaggregation-mode": "prefill and decode are not split between servers",
         "--kv-transfer-config": "the cache is not moved between machines",
         "--enable-metrics": _METRICS,
+        "--enable-trace": "--otlp-traces-endpoint turns traces on",
+        "--collect-detailed-traces": "a trace of --otlp-traces-endpoint has everything that is known of its request",
         "--disable-log-stats": _METRICS,
         "--enable-cache-report": "usage always has the cached tokens",
         "--enable-prompt-tokens-details": "usage always has the cached tokens",
