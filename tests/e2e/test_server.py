@@ -109,7 +109,7 @@ BAD = [
     ({"max_tokens": 2048}, 400, "max_tokens"),
     ({"model": "other"}, 404, "model"), ({"prompt": 5}, 400, "prompt"), ({"temperature": -1}, 400, "temperature"),
     ({"top_p": "high"}, 400, "top_p"), ({"logit_bias": {"512": 1}}, 400, "logit_bias"),
-    ({"stop_token_ids": [512]}, 400, "stop_token_ids"), ({"guided_json": {}}, 400, "guided_json"),
+    ({"stop_token_ids": [512]}, 400, "stop_token_ids"), ({"guided_json": "{"}, 400, "guided_json"),
     ({"best_of": 5}, 400, "best_of"), ({"n": 0}, 400, "n"),
 ]  # fmt: skip
 BAD_BODIES = [b"", b"{", b'{"model": "\xff"}', b'{"model": "tiny", "prompt": "x", "temperature": NaN}', b"[]"]

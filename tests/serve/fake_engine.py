@@ -28,8 +28,10 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
-    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces, then further special tokens."""
+def byte_tokenizer(
+    *, template: str | None = TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = ()
+) -> Tokenizer:
+    """Ids 0 and 1 are special, then one id per byte, merged pieces, further special and other added tokens."""
     vocabulary = {"<bos>": BOS, "<eos>": EOS}
     vocabulary |= {character: 2 + byte for character, byte in BYTE_OF_CHARACTER.items()}
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("Ġ", "w")]
@@ -39,6 +41,7 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = 
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, special=False) for token in added])
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({"chat_template": template} if template else {})
     return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
 
@@ -120,9 +123,14 @@ class FakeEngine:
     cached_tokens = 3
 
     def __init__(
-        self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE, special: Sequence[str] = ()
+        self,
+        reply: str = "Hello wörld €!",
+        *,
+        template: str | None = TEMPLATE,
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
     ) -> None:
-        self.tokenizer = byte_tokenizer(template=template, special=special)
+        self.tokenizer = byte_tokenizer(template=template, special=special, added=added)
         self.reply_ids = self.tokenizer.encode(reply)
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9
@@ -171,12 +179,17 @@ class FakeEngine:
             self.aborted.append(request_id)
         self._end(request_id, "abort")
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Ends what runs as `Engine` does when a grammar cannot go on."""
+        for request_id in {sample.request_id for sample in self._samples}:
+            self._end(request_id, "abort", reason)
+
+    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         with self._wake:
             ended = [sample for sample in self._samples if sample.request_id == request_id]
             self._samples = [sample for sample in self._samples if sample.request_id != request_id]
         for sample in ended:
-            self._deliver(sample, [], "", reason, None)
+            self._deliver(sample, [], "", reason, stop_reason)
 
     def flush_cache(self) -> bool:
         if not self.is_healthy:

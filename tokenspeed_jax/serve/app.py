@@ -179,8 +179,11 @@ class ModelServer:
             self._check_model(parsed.model)
             params = parsed.params()
             if isinstance(parsed, ChatRequest):
-                params = self._format.applied(params, parsed.offered_tools)
-            return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
+                params = self._format.applied(params, parsed.offered_tools, parsed.forced_call)
+            prompts = self._prompts(parsed, params)
+            if isinstance(parsed, ChatRequest):
+                params = self._format.constrained(params, parsed, prompts[0])
+            return parsed, params, parsed.includes_usage, prompts
 
         parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
         is_native = isinstance(parsed, GenerateRequest)

@@ -128,8 +128,17 @@ def request_aborted() -> ApiError:
 
 def refusal(error: InvalidRequest, renamed: dict[str, str]) -> ApiError:
     """400 for what the engine refuses, with the engine's parameter called by the name it has in the request."""
-    param = error.parameter
-    return ApiError(str(error), param=renamed.get(param, param) if param else None, code="invalid_value")
+    message, param = str(error), error.parameter
+    if param in renamed:
+        if message.startswith(param):
+            message = renamed[param] + message.removeprefix(param)
+        param = renamed[param]
+    return ApiError(message, param=param, code="invalid_value")
+
+
+def constraint_failed(reason: str, field: str) -> ApiError:
+    """400: the constraint that `field` of the request made turned out to be one that the text cannot follow."""
+    return ApiError(f"{field} could not be followed to the end: {reason}", param=field, code="constraint_failed")
 
 
 async def on_api_error(_request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from tokenspeed_jax.errors import EngineClosed, InvalidRequest
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.errors import (
     ApiError,
+    constraint_failed,
     engine_failed,
     engine_unavailable,
     refusal,
@@ -118,6 +119,7 @@ class DeltaBridge:
             request_id=request_id,
             keeps_output=keeps_output,
             shows_aborts=shows_aborts,
+            constraint_name=renamed.get("structured_outputs", "structured_outputs"),
         )
         self._track(request_id, generation)
         try:
@@ -184,9 +186,11 @@ class Generation:
         request_id: str,
         keeps_output: bool,
         shows_aborts: bool,
+        constraint_name: str,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
+        self._constraint_name = constraint_name
         self._num_prompts = len(prompts)
         self._n = params.n
         self._shows_aborts = shows_aborts
@@ -215,7 +219,8 @@ class Generation:
             self.fail(engine_failed())
             return
         if delta.finish_reason == "abort" and not self._shows_aborts:
-            self.fail(request_aborted())
+            reason = delta.stop_reason
+            self.fail(request_aborted() if reason is None else constraint_failed(str(reason), self._constraint_name))
             return
         index = prompt_index * self._n + delta.sample_index
         self.choices[index].push(delta)

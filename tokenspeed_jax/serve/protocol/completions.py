@@ -25,13 +25,15 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         "best_of": lambda value, body: type(value) is int and value == (body.get("n") or 1),
         "echo": equals(False),
         "suffix": empty,
-        "response_format": equals({"type": "text"}),
     }
-    names: ClassVar[dict[str, str]] = {"prompt_token_ids": "prompt", "top_logprobs": "logprobs"}
-
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Engine parameters by the names this request used for them."""
+        return {"prompt_token_ids": "prompt", "top_logprobs": "logprobs"} | self.constraint_names()
 
     def params(self) -> SamplingParams:
         """Sampling parameters; 16 tokens unless said otherwise, as OpenAI has it."""

@@ -16,6 +16,7 @@ from tokenspeed_jax.serve.errors import ApiError, refusal
 from tokenspeed_jax.serve.protocol.logprobs import LOWEST_LOGPROB, TokenNames
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import bias_by_id, empty, equals
+from tokenspeed_jax.serve.protocol.structured_outputs import check_one_constraint, engine_names, sglang_constraint
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
 
 _DEFAULT_MAX_NEW_TOKENS = 128
@@ -29,6 +30,8 @@ _ENGINE_NAMES = {
 }
 """Names of sampling parameters where SGLang's differ from the engine's."""
 
+_CONSTRAINTS = ("json_schema", "regex", "ebnf")
+
 
 def never(_value: Any, _body: Mapping[str, Any]) -> bool:
     """Neutral only as null."""
@@ -39,9 +42,6 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """`sampling_params`. `top_k` = -1 keeps all tokens; `max_new_tokens` = null fills the context."""
 
     neutral_fields: ClassVar[Mapping[str, Neutral]] = {
-        "json_schema": never,
-        "regex": never,
-        "ebnf": never,
         "structural_tag": never,
         "stop_regex": empty,
         "no_stop_trim": equals(False),
@@ -66,10 +66,17 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     def engine_arguments(self) -> dict[str, Any]:
-        """The given fields as arguments of `SamplingParams`."""
+        """The given fields as arguments of `SamplingParams`. Raises `ApiError`, or `InvalidRequest` by engine names."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        constraints = {name: given.pop(name, None) for name in _CONSTRAINTS}
+        check_one_constraint([f"sampling_params.{name}" for name in _CONSTRAINTS if constraints[name] is not None])
+        if any(value is not None for value in constraints.values()):
+            given["structured_outputs"] = sglang_constraint(**constraints, prefix="sampling_params.")
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias:
@@ -111,7 +118,9 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         names = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
         names |= {engine: f"sampling_params.{name}" for name, engine in _ENGINE_NAMES.items()}
         names |= {"top_logprobs": "top_logprobs_num", "request_id": "rid"}
-        return names | {"prompt": prompt, "prompt_token_ids": prompt}
+        names |= {"prompt": prompt, "prompt_token_ids": prompt}
+        given = [name for name in _CONSTRAINTS if (self.sampling_params or {}).get(name) is not None]
+        return names | engine_names(f"sampling_params.{given[0]}") if given else names
 
     @property
     def has_many_prompts(self) -> bool:
@@ -272,4 +281,4 @@ def _finish_reason(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any] |
         case "length":
             return {"type": "length", "length": choice.num_tokens}
         case reason:
-            return {"type": reason, "message": "the request was aborted"}
+            return {"type": reason, "message": choice.stop_reason or "the request was aborted"}

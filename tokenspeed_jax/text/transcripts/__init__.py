@@ -1,5 +1,6 @@
 """What a model writes, taken apart while it is written: content, reasoning and tool calls."""
 
+from tokenspeed_jax.text.transcripts.call_syntax import JSON_LIST, CallSyntax, ChannelSyntax
 from tokenspeed_jax.text.transcripts.events import (
     Arguments,
     CallBegun,
@@ -9,14 +10,23 @@ from tokenspeed_jax.text.transcripts.events import (
     Reasoning,
     TranscriptParser,
 )
+from tokenspeed_jax.text.transcripts.forced_calls import JsonListParser, NamedCallParser
 from tokenspeed_jax.text.transcripts.formats import ReasoningFormat, ToolCallFormat, TranscriptFormat
+from tokenspeed_jax.text.transcripts.think import END_THINK, THINK
 
 __all__ = [
+    "END_THINK",
+    "JSON_LIST",
+    "THINK",
     "Arguments",
     "CallBegun",
     "CallEnded",
+    "CallSyntax",
+    "ChannelSyntax",
     "Content",
     "Event",
+    "JsonListParser",
+    "NamedCallParser",
     "Reasoning",
     "ReasoningFormat",
     "ToolCallFormat",
