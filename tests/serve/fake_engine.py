@@ -15,6 +15,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
 from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
@@ -109,6 +110,7 @@ class FakeEngine:
 
     Attributes:
         allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
+        compiled: constraints given to `compile_grammar`.
         aborted: request ids given to `abort`.
         cache_is_free: what `flush_cache` returns.
         profiles: what was asked of the profiler, in order.
@@ -138,6 +140,7 @@ class FakeEngine:
         self.num_queued_requests = 0
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.options: list[RequestOptions] = []
+        self.compiled: list[StructuredOutputsParams] = []
         self.aborted: list[str] = []
         self.cache_is_free = True
         self.profiles: list[str] = []
@@ -173,6 +176,9 @@ class FakeEngine:
                 )
             self._wake.notify()
         return request_id
+
+    def compile_grammar(self, structured_outputs):
+        self.compiled.append(structured_outputs)
 
     def abort(self, request_id):
         with self._wake:

@@ -194,11 +194,20 @@ def test_what_the_engine_refuses_is_called_by_the_clients_name(
     def refuse(*_: object, **__: object) -> str:
         raise InvalidRequest(f"{name} does not parse: line 3, column 4", parameter=name)
 
-    engine.submit = refuse
-    reply = client.post(place[0], json=place[1] | extra)
-    assert reply.status_code == 400
-    error = reply.json()["error"]
-    assert (error["param"], error["message"]) == (param, f"{param} does not parse: line 3, column 4")
+    for method in ("submit", "compile_grammar"):
+        setattr(engine, method, refuse)
+        reply = client.post(place[0], json=place[1] | extra)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert (error["param"], error["message"]) == (param, f"{param} does not parse: line 3, column 4")
+
+
+def test_constraints_are_compiled_before_they_reach_the_event_loop(client: TestClient, engine: FakeEngine) -> None:
+    path, body = CHAT
+    client.post(path, json=body | {"response_format": FORMAT})
+    assert engine.compiled == [engine.submitted[-1][1].structured_outputs]
+    client.post(path, json=body)
+    assert len(engine.compiled) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

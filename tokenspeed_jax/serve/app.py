@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
@@ -183,6 +184,8 @@ class ModelServer:
             prompts = self._prompts(parsed, params)
             if isinstance(parsed, ChatRequest):
                 params = self._format.constrained(params, parsed, prompts[0])
+            if params.structured_outputs is not None:
+                self._compile(params.structured_outputs, parsed.names)
             return parsed, params, parsed.includes_usage, prompts
 
         parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
@@ -209,6 +212,13 @@ class ModelServer:
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         return Response(reply.body(choices), headers=headers, media_type=_JSON)
+
+    def _compile(self, constraint: StructuredOutputsParams, names: dict[str, str]) -> None:
+        """Compiles what `open` would else compile on the event loop."""
+        try:
+            self._engine.compile_grammar(constraint)
+        except InvalidRequest as error:
+            raise refusal(error, names) from None
 
     def _prompts(self, parsed: AnyRequest, params: SamplingParams) -> list[list[int]]:
         try:

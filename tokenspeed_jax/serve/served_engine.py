@@ -12,6 +12,7 @@ from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.text.piece_decoder import PieceStream
 
 
@@ -118,6 +119,10 @@ class ServedEngine(Protocol):
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         """Queues one prompt; raises `InvalidRequest` or `EngineClosed` and then has changed nothing."""
+        ...
+
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
+        """Compiles a constraint ahead of `submit`, in up to a second; raises `InvalidRequest` where it cannot."""
         ...
 
     def abort(self, request_id: str) -> None: ...
