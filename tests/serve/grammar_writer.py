@@ -12,6 +12,8 @@ from tokenspeed_jax.text import Tokenizer
 from .fake_engine import EOS
 
 _ENDINGS = frozenset(b'"}]')
+_PHRASES = ("\n</parameter>\n", "</parameter>\n")
+"""What no chance would write, and without which bare values have no end."""
 
 
 class GrammarWriter:
@@ -46,6 +48,11 @@ class GrammarWriter:
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             allowed = [int(token) for token in np.flatnonzero(mask)]
             assert allowed, matcher.get_error()
+            phrase = self._tokenizer.encode(chance.choice(_PHRASES), False)
+            if chance.random() < 0.1 and matcher.validate_tokens(phrase) == len(phrase):
+                assert matcher.consume_tokens(phrase)
+                ids += phrase
+                continue
             likely = [token for token in allowed if token == EOS or self._ends(token)]
             token = chance.choice(likely if likely and chance.random() < 0.7 else allowed)
             if token == EOS:

@@ -1,11 +1,13 @@
 """Calls that a request forces: what the engine is made to write is what the parsers read, in every format."""
 
+import json
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.text.transcripts import TranscriptFormat
 
 from .fake_engine import EOS, FakeEngine
 from .grammar_writer import NOW, WEATHER, GrammarWriter, arguments_are_valid
@@ -19,8 +21,10 @@ SPECIAL = {
     "hermes": [], "llama3_json": ["<|python_tag|>"], "deepseek_v3": REPLIES["deepseek_v31"][2], "qwen3_coder": [],
     **{calls: special for calls, (_, _, special) in REPLIES.items()},
 }  # fmt: skip
-OWN_FORMAT = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "kimi_k2", "openai")
-FORMATS: list[Any] = [*OWN_FORMAT, "qwen3_coder", "minimax_m2", None]
+OWN_FORMAT = (
+    "hermes", "llama3_json", "deepseek_v3", "deepseek_v31", "kimi_k2", "openai", "qwen3_coder", "minimax_m2",
+)  # fmt: skip
+FORMATS: list[Any] = [*OWN_FORMAT, None]
 
 
 def configured(calls: Any, reasoning: Any = None) -> ServerConfig:
@@ -57,7 +61,6 @@ def streamed_calls(client: TestClient, body: dict[str, Any]) -> tuple[list[list[
 def test_whatever_the_grammar_allows_is_read_as_valid_calls(calls: str | None) -> None:
     engine = engine_of(calls)
     writer = GrammarWriter(engine.tokenizer)
-    seen: set[int] = set()
     with served(engine, configured(calls)) as client:
         for choice in ("required", NAMED):
             body = ASK | {"tool_choice": choice}
@@ -76,13 +79,10 @@ def test_whatever_the_grammar_allows_is_read_as_valid_calls(calls: str | None) -
                 assert whole["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
                 if choice is NAMED:
                     assert [name for name, _ in made] == ["weather"]
-                seen.add(len(made))
-    # Harmony ends with its first call, all others may go on.
-    assert (len(seen) > 1) == (calls != "openai")
 
 
 @pytest.mark.parametrize("calls", OWN_FORMAT)
-def test_the_grammar_is_the_models_own_format(calls: str) -> None:
+def test_the_grammar_is_the_models_own_format(calls: Any) -> None:
     own = {
         "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         "llama3_json": '{"name": "now", "parameters": {}}',
@@ -90,6 +90,8 @@ def test_the_grammar_is_the_models_own_format(calls: str) -> None:
         "deepseek_v31": "{0}{2}now{4}{{}}{3}{1}",
         "kimi_k2": "{0}{2}functions.now:0{4}{{}}{3}{1}",
         "openai": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+        "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     }[calls]
     if calls in ("deepseek_v3", "deepseek_v31", "kimi_k2"):
         own = own.format(*SPECIAL[calls])
@@ -101,22 +103,16 @@ def test_the_grammar_is_the_models_own_format(calls: str) -> None:
         assert writer.accepts(constraint, own)
         assert not writer.accepts(constraint, "It rains.")
         assert not writer.accepts(constraint, own.replace("now", "later"))
+        syntax = TranscriptFormat("openai_gptoss" if calls == "openai" else None, calls).call_syntax
+        call = own.removeprefix(syntax.begin).removesuffix(syntax.end)
+        twice = f"{syntax.begin}{call}{syntax.separator}{call}{syntax.end}"
+        assert writer.accepts(constraint, twice) == (calls != "openai"), "harmony ends with its first call"
+        reply_to(client, ASK | {"tool_choice": "required", "parallel_tool_calls": False})
+        constraint = engine.submitted[-1][1].structured_outputs
+        assert writer.accepts(constraint, own)
+        assert not writer.accepts(constraint, twice)
         reply_to(client, ASK | {"tool_choice": NAMED})
         assert not writer.accepts(engine.submitted[-1][1].structured_outputs, own)
-
-
-@pytest.mark.parametrize("calls", ["hermes", "kimi_k2", None])
-def test_without_parallel_calls_there_is_one(calls: str | None) -> None:
-    engine = engine_of(calls)
-    writer = GrammarWriter(engine.tokenizer)
-    with served(engine, configured(calls)) as client:
-        body = ASK | {"tool_choice": "required", "parallel_tool_calls": False}
-        reply_to(client, body)
-        constraint = engine.submitted[-1][1].structured_outputs
-        for seed in range(4):
-            ids = writer.written(constraint, seed)
-            engine.script = lambda _prompt, _index, ids=ids: [*ids, EOS]
-            assert len(reply_to(client, body)["message"]["tool_calls"]) == 1
 
 
 def test_forced_calls_need_no_parser_and_are_a_list_as_in_vllm() -> None:
@@ -234,7 +230,7 @@ def test_strict_functions_are_held_to_their_schemas_where_the_model_calls_them(c
         forced = engine.submitted[-1][1].structured_outputs
     good = engine.tokenizer.decode(writer.written(forced, 3), skip_special_tokens=False)
     assert writer.accepts(free, good)
-    bad = good.replace('"days"', '"weeks"').replace("{}", "[]")
+    bad = good.replace("days", "weeks").replace("{}", "[]").replace("now", "later")
     assert bad != good
     assert not writer.accepts(free, bad)
     if calls != "openai":
@@ -331,12 +327,78 @@ def test_what_cannot_be_forced_is_refused_by_name(extra: dict[str, Any], param: 
     assert not engine.submitted
 
 
+NESTED = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "integer"}}}
+
+
 @pytest.mark.parametrize("calls", ["qwen3_coder", "minimax_m2"])
-def test_bare_values_leave_no_way_to_constrain_calls_that_may_not_be_made(calls: str) -> None:
-    with served(tool_engine("x"), configured(calls)) as client:
-        for body in (STRICT, ASK | {"response_format": {"type": "json_object"}}):
-            error = client.post(PATH, json=body).json()["error"]
-            assert error["param"] == "tools"
-            assert "--tool-call-parser" in error["message"]
-        assert client.post(PATH, json=STRICT | {"tool_choice": "none"}).status_code == 200
-        assert client.post(PATH, json=STRICT | {"tool_choice": "required"}).status_code == 200
+def test_what_bare_values_cannot_be_held_to_is_forced_as_json_and_refused_otherwise(calls: str) -> None:
+    engine = engine_of(calls)
+    writer = GrammarWriter(engine.tokenizer)
+    tools = function(parameters=NESTED)
+    with served(engine, configured(calls)) as client:
+        reply_to(client, ASK | {"tools": tools, "tool_choice": "required"})
+        assert writer.accepts(engine.submitted[-1][1].structured_outputs, '[{"name": "f", "parameters": {"x": 5}}]')
+        engine.script = lambda _prompt, _index: [*engine.tokenizer.encode('{"x": 5}'), EOS]
+        named = {"type": "function", "function": {"name": "f"}}
+        message = reply_to(client, ASK | {"tools": tools, "tool_choice": named})["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 5}'}
+
+        strict = ASK | {"tools": function(parameters=NESTED, strict=True)}
+        error = client.post(PATH, json=strict).json()["error"]
+        assert error["param"] == "tools"
+        assert "--tool-call-parser" in error["message"]
+        assert "'f'" in error["message"]
+        # Beside a strict function, one that is not stays free.
+        reply_to(client, ASK | {"tools": [*STRICT["tools"], *tools]})
+        free = engine.submitted[-1][1].structured_outputs
+    call = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\nanything\n</parameter>\n</function>\n</tool_call>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">anything</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+    }[calls]
+    assert writer.accepts(free, call)
+    assert not writer.accepts(free, call.replace('f">', 'g">').replace("=f>", "=g>"))
+
+
+def test_a_constrained_content_cannot_be_told_from_calls_without_a_marker() -> None:
+    with served(tool_engine("x"), configured("llama3_json")) as client:
+        error = client.post(PATH, json=ASK | {"response_format": {"type": "json_object"}}).json()["error"]
+        assert error["param"] == "tools"
+        assert "content" in error["message"]
+
+
+VALUES = {
+    "text": {"type": "string", "description": "any"}, "maybe": {"type": ["string", "null"]}, "what": {},
+    "both": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "size": {"enum": ["S", "M"], "title": "t"},
+    "count": {"type": "integer", "maximum": 9}, "parts": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+    "flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "kind": {"const": "k"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", ["qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize("added", [[], ["</parameter>", "<tool_call>", "</tool_call>"]])
+def test_bare_values_have_the_types_of_their_schemas(calls: str, added: list[str]) -> None:
+    engine = FakeEngine("x", template=TEMPLATE, added=added)
+    engine.max_model_len = 4096
+    writer = GrammarWriter(engine.tokenizer)
+    parameters = {"type": "object", "properties": VALUES, "required": list(VALUES)}
+    named = {"type": "function", "function": {"name": "f"}}
+    body = ASK | {"tools": function(parameters=parameters), "tool_choice": named}
+    with served(engine, configured(calls)) as client:
+        reply_to(client, body)
+        constraint = engine.submitted[-1][1].structured_outputs
+        for seed in range(4):
+            ids = writer.written(constraint, seed)
+            engine.script = lambda _prompt, _index, ids=ids: [*ids, EOS]
+            (call,) = reply_to(client, body)["message"]["tool_calls"]
+            value = json.loads(call["function"]["arguments"])
+            assert list(value) == list(VALUES), engine.tokenizer.decode(ids)
+            assert isinstance(value["text"], str)
+            assert isinstance(value["maybe"], str | None)
+            assert isinstance(value["both"], str | int)
+            assert value["size"] in ("S", "M")
+            assert isinstance(value["count"], int)
+            assert value["count"] <= 9
+            assert set(value["parts"]) <= {1, 2}
+            assert value["flag"] in (True, False, None)
+            assert value["kind"] == "k"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
+from tokenspeed_jax.serve.bare_values import bare_parameters
 from tokenspeed_jax.serve.errors import ApiError
 from tokenspeed_jax.serve.protocol.json_schemas import text_of
 from tokenspeed_jax.serve.protocol.tools import ForcedCall, Tool, call_schemas
@@ -16,7 +17,7 @@ from tokenspeed_jax.serve.reply_grammar import (
     grammar_text,
 )
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
-from tokenspeed_jax.text.transcripts import END_THINK, JSON_LIST, TranscriptFormat
+from tokenspeed_jax.text.transcripts import END_THINK, JSON_LIST, CallSyntax, TranscriptFormat
 
 
 class CallingRequest(Protocol):
@@ -85,39 +86,44 @@ class ReplyConstraints:
                 rules = self._grammar.behind_asides(body, allows_preamble=is_free)
         return StructuredOutputsParams(grammar=grammar_text(rules))
 
+    def forced_syntax(self, forced: ForcedCall) -> CallSyntax | None:
+        """The model's own format, None where forced calls are plain JSON."""
+        syntax = self._format.call_syntax
+        if syntax is not None and syntax.parameter is not None:
+            return syntax if all(bare_parameters(schema) is not None for schema in forced.schemas().values()) else None
+        return syntax
+
     def _body(
         self, content: StructuredOutputsParams | None, request: CallingRequest
     ) -> StructuredOutputsParams | Rules | None:
         """What follows the reasoning: a constraint that is one as it stands, or rules."""
-        syntax, forced, tools = self._format.call_syntax, request.forced_call, request.offered_tools
+        forced, tools = request.forced_call, request.offered_tools
         if forced is not None:
-            schemas = call_schemas(forced.functions)
+            syntax, schemas = self.forced_syntax(forced), forced.schemas()
             if syntax is None and forced.is_named:
                 (schema,) = schemas.values()
                 return StructuredOutputsParams(json=text_of(schema))
             allows_parallel = request.allows_parallel and not forced.is_named
             return self._grammar.forced_calls(syntax or JSON_LIST, schemas, allows_parallel=allows_parallel)
-        is_strict = any(tool.function.strict for tool in tools)
-        if not tools or (content is None and not is_strict):
+        strict = [tool.function for tool in tools if tool.function.strict]
+        if not tools or (content is None and not strict):
             return content
-        is_separable = syntax is not None and (
-            content is None or begins_with_marker(syntax) or self._format.channel_syntax is not None
-        )
-        if syntax is None or not is_separable:
-            raise _undescribed(content)
-        return self._grammar.calls_or_content(
-            syntax,
-            call_schemas([tool.function for tool in tools]),
-            content,
-            allows_parallel=request.allows_parallel,
-        )
+        syntax = self._format.call_syntax
+        assert syntax is not None  # else tools that are not forced are refused before
+        schemas = call_schemas([tool.function for tool in tools])
+        if content is not None and not begins_with_marker(syntax) and self._format.channel_syntax is None:
+            raise _undescribed("a constrained content beside tools")
+        if syntax.parameter is not None:
+            for function in strict:
+                if bare_parameters(schemas[function.name]) is None:
+                    raise _undescribed(f"{function.name!r}, whose strict schema bare values cannot follow,")
+        return self._grammar.calls_or_content(syntax, schemas, content, allows_parallel=request.allows_parallel)
 
 
-def _undescribed(content: StructuredOutputsParams | None) -> ApiError:
+def _undescribed(what: str) -> ApiError:
     """400 for calls that the model may or may not make, in a format that leaves no way to constrain that."""
-    what = "strict functions" if content is None else "a constrained content beside tools"
     return ApiError(
-        f'tools: with the format of this server\'s --tool-call-parser, {what} need tool_choice "required", a function '
+        f'tools: with the format of this server\'s --tool-call-parser, {what} needs tool_choice "required", a function '
         'by name, or "none"',
         param="tools",
         code="unsupported_parameter",

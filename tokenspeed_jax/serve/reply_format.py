@@ -82,7 +82,7 @@ class ReplyFormat:
         is_open = self._format.reasoning_is_open(self._prompt_end(prompt_token_ids), continued)
         reply_format = self._format if forced is None else self._forced_format
         plain: TranscriptParser | None = None
-        if forced is not None and reply_format.call_syntax is None:
+        if forced is not None and self._constraints.forced_syntax(forced) is None:
             plain = NamedCallParser(forced.functions[0].name) if forced.is_named else JsonListParser()
         schemas = schemas_of(tools) if tools else None
         return reply_format.parser(schemas, reasoning_is_open=is_open, plain_calls=plain)

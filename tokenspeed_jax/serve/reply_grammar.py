@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
+from tokenspeed_jax.serve.bare_values import bare_parameters
 from tokenspeed_jax.serve.protocol.json_schemas import JSON_SPACE, with_guidance
-from tokenspeed_jax.text.transcripts import END_THINK, THINK, CallSyntax, ChannelSyntax
+from tokenspeed_jax.text.transcripts import END_THINK, THINK, CallSyntax, ChannelSyntax, ParameterSyntax
 
 type Rules = list[str]
 type Schemas = Mapping[str, Mapping[str, Any]]
@@ -114,9 +115,47 @@ class ReplyGrammar:
         for index, (name, schema) in enumerate(schemas.items()):
             head = self._text(call_begin + name)
             number = "" if syntax.number is None else f" /{syntax.number}/"
-            rule = f"call_{index}: {head}{number} {self._text(syntax.name_end)} %json {json.dumps(schema)}"
-            rules.append(f"{rule} {self._text(syntax.call_end)}".strip())
-        return rules
+            rule = f"call_{index}: {head}{number} {self._text(syntax.name_end)}"
+            if syntax.parameter is None:
+                rules.append(f"{rule} %json {json.dumps(schema)} {self._text(syntax.call_end)}".strip())
+            else:
+                arguments, more = self._bare_arguments(f"call_{index}", syntax, syntax.parameter, schema)
+                rules += [f"{rule} {arguments}", *more]
+        return rules + ([] if syntax.parameter is None else self._bare_text(syntax, syntax.parameter))
+
+    def _bare_arguments(
+        self, call: str, syntax: CallSyntax, form: ParameterSyntax, schema: Mapping[str, Any]
+    ) -> tuple[str, Rules]:
+        """What follows the name of a call whose values are bare, with its end: any text, for want of a description."""
+        parameters = bare_parameters(schema)
+        if parameters is None:
+            return "rest_of_call", []
+        names: list[str] = []
+        rules: Rules = []
+        for index, parameter in enumerate(parameters):
+            names.append(f"{call}_{index}" if parameter.is_required else f"{call}_{index}?")
+            if parameter.schema is not None:
+                value = f"%json {json.dumps(parameter.schema)} {self._text(form.end)}"
+            elif parameter.choices is not None:
+                value = f"({' | '.join(map(_literal, parameter.choices))}) {self._text(form.end)}"
+            else:
+                value = "bare_value"
+            rules.append(f"{call}_{index}: {self._text(form.begin + parameter.key + form.key_end)} {value}")
+        return f"{' '.join(names)} {self._text(syntax.call_end)}", rules
+
+    def _bare_text(self, syntax: CallSyntax, form: ParameterSyntax) -> Rules:
+        """`bare_value` is any text that the parser reads as one value, with its end; `rest_of_call` ends a call."""
+        ends = "|".join(re.escape(end).replace("/", r"\/") for end in form.value_ends)
+        rules = [f"BARE_TEXT: {_ANY_TEXT} & ~/(?s:.*)({ends})(?s:.*)/"]
+        if form.value_ends[0] in self._marker_ids:
+            rules.append(f"bare_value: BARE_TEXT {self._text(form.end.lstrip())}")
+        else:
+            # One terminal: two would leave the first to take what it can of the second.
+            rules += ["bare_value: BARE_VALUE", f"BARE_VALUE: BARE_TEXT {_literal(form.end)}"]
+        marker = _MARKER.match(syntax.call_end)
+        assert marker is not None
+        behind = self._text(syntax.call_end.removeprefix(marker[0]))
+        return [*rules, f"rest_of_call: call_text {behind}".strip(), *self._until("call_text", marker[0])]
 
     def _until(self, rule: str, marker: str) -> Rules:
         """`rule` is any text up to and with the first `marker`."""

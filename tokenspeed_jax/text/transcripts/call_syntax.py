@@ -4,12 +4,27 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class ParameterSyntax:
+    """How a format writes one argument with a bare value: `begin` KEY `key_end` VALUE `end`.
+
+    Attributes:
+        value_ends: what no value has in it, since the parser would end it there.
+    """
+
+    begin: str
+    key_end: str
+    end: str
+    value_ends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class CallSyntax:
     """`begin`, calls with `separator` between them, `end`; a call is `call_begin` NAME `name_end` ARGUMENTS `call_end`.
 
-    Only formats whose arguments are a JSON object have one. What is written this way, the format's parser reads.
+    What is written this way, the format's parser reads.
 
     Attributes:
+        parameter: how each argument is written, where the arguments are no JSON object.
         number: an expression for what stands between the name and `name_end`, where calls are numbered.
         is_single: a reply has one call at most.
     """
@@ -22,6 +37,7 @@ class CallSyntax:
     end: str = ""
     number: str | None = None
     is_single: bool = False
+    parameter: ParameterSyntax | None = None
 
 
 @dataclass(frozen=True)

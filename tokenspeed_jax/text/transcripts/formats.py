@@ -39,9 +39,11 @@ _SYNTAXES: Mapping[ToolCallFormat, CallSyntax] = {
     "hermes": HermesParser.syntax,
     "kimi_k2": KimiParser.syntax,
     "llama3_json": Llama3Parser.syntax,
+    "minimax_m2": MiniMaxM2Parser.syntax,
     "openai": HarmonyParser.syntax,
+    "qwen3_coder": Qwen3CoderParser.syntax,
+    "qwen3_xml": Qwen3CoderParser.syntax,
 }
-"""The formats whose calls a grammar can describe: bare values between tags, as the others have, are no JSON."""
 
 _CALLS: Mapping[ToolCallFormat, tuple[Callable[[ToolSchemas], TranscriptParser], tuple[str, ...]]] = {
     "deepseek_v3": (lambda _tools: DeepSeekV3Parser(), DeepSeekV3Parser.markers),
@@ -73,7 +75,7 @@ class TranscriptFormat:
 
     @property
     def call_syntax(self) -> CallSyntax | None:
-        """How a grammar writes calls of this format; None where the model has no format, or one with bare values."""
+        """How a grammar writes calls of this format; None without one."""
         return _SYNTAXES.get(self.tool_calls) if self.tool_calls is not None else None
 
     @property
