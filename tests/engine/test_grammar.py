@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tokenspeed_jax.engine import grammar_compiler
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.grammar_compiler import GrammarCompiler, grammars_of
 from tokenspeed_jax.errors import ConfigError, InvalidRequest
+from tokenspeed_jax.options import CommandLine, Configuration
 from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 
@@ -48,7 +50,7 @@ def refusal(compiler: GrammarCompiler, **constraint: object) -> InvalidRequest:
 printable = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(printable, min_size=1, max_size=4), printable)
 def test_a_choice_is_its_texts_and_nothing_else(
     compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str], other: str
@@ -155,7 +157,11 @@ HOSTILE = {
     "many rules": {
         "grammar": "start: a0\n" + "\n".join(f'a{i}: "x" | a{i + 1}' for i in range(9_000)) + '\na9000: "y"'
     },
-    "many properties": {"json": {"properties": {f"p{i}": {"enum": list(range(20))} for i in range(2_000)}}},
+    "many properties": {"json": {"properties": {f"p{i}": {"enum": list(range(20))} for i in range(500)}}},
+    "a large multiple": {"json": {"type": "integer", "multipleOf": 9_999_991}},
+    "multiples of multiples": {"json": {"type": "integer", "allOf": [{"multipleOf": 99_991}, {"multipleOf": 99_989}]}},
+    "a large multiple in a grammar": {"grammar": 'start: %json {"type": "integer", "multipleO\\u0066": 9999991}'},
+    "a multiple of many digits": {"json": {"type": "number", "multipleOf": 1e300}},
     "zero bytes": {"regex": "\0"},
     "a remote reference": {"json": {"$ref": "https://example.com/schema.json"}},
 }
@@ -178,8 +184,34 @@ def test_hostile_grammars_are_refused_or_stay_within_their_limits(compiler: Gram
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(15)
     assert ended, "it hangs"
+
+
+def test_ordinary_multiples_are_served(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    steps = {"a": 5, "b": 0.01, "c": 2.5, "d": 100}
+    properties = {name: {"type": "number", "multipleOf": step} for name, step in steps.items()}
+    grammar = compiler.compile(StructuredOutputsParams(json={"properties": properties}))
+    assert accepts(tokenizer, grammar, '{"a": 15, "b": 0.07, "c": 7.5, "d": 300}')
+    assert not accepts(tokenizer, grammar, '{"a": 16}')
+
+
+def test_a_compilation_without_an_end_is_left_to_itself(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(grammar_compiler, "_MAX_COMPILE_SECONDS", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_prototype", lambda _: ends.wait(30))
+        for attempt in range(2):
+            assert "takes more than" in str(refusal(compiler, regex=f"endless{attempt}"))
+        assert "try again later" in str(refusal(compiler, regex="endless"))
+    ends.set()
+    monkeypatch.setattr(grammar_compiler, "_MAX_COMPILE_SECONDS", 20.0)
+    deadline = time.monotonic() + 10
+    while not all(left.done() for left in grammar_compiler._LEFT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    compiler.compile(StructuredOutputsParams(regex="after"))
 
 
 def test_a_panic_of_llguidance_is_a_refusal(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +238,23 @@ def test_compiled_grammars_are_kept_up_to_a_number(compiler: GrammarCompiler, mo
     compiler.compile(StructuredOutputsParams(regex="fourth"))
     compiler.compile(StructuredOutputsParams(regex="fifth"))
     assert compiler.compile(StructuredOutputsParams(regex="first")) is not first
+
+
+def test_a_grammar_that_was_costly_is_refused_from_then_on(compiler: GrammarCompiler) -> None:
+    params = StructuredOutputsParams(regex="costly")
+    running = compiler.compile(params).matcher()
+    compiler.compile(params).cost.error = "too many states"
+    error = refusal(compiler, regex="costly")
+    assert "too many states" in str(error)
+    assert running.cost.error == "too many states", "its other samples end too"
+
+
+@pytest.mark.parametrize("option", ["--grammar-backend", "--guided-decoding-backend"])
+def test_the_backend_goes_by_the_names_that_sglang_and_vllm_give_it(option: str) -> None:
+    line = CommandLine("x", "", Configuration(EngineConfig, positional="model"))
+    assert line.parse([TINY, option, "guidance"]).of(EngineConfig).grammar_backend == "llguidance"
+    with pytest.raises(SystemExit):
+        line.parse([TINY, option, "xgrammar"])
 
 
 def test_backends_that_cannot_be_had_are_refused_at_start_or_with_the_request(

@@ -1,7 +1,5 @@
 """Drawing under a mask: the masked sampler against a plain reference, and what a redraw leaves alone."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,7 @@ step = jax.jit(sample)
 masks = st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB).filter(any).map(np.array)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(any_row, min_size=3, max_size=3), st.lists(masks, min_size=3, max_size=3))
 def test_a_masked_row_draws_from_what_the_reference_keeps_of_the_allowed_tokens(
     rows: list[Row], allowed: list[np.ndarray]
@@ -42,25 +40,21 @@ def test_a_masked_row_draws_from_what_the_reference_keeps_of_the_allowed_tokens(
             assert result.sampling_logprob[index] == pytest.approx(log_share, rel=1e-5, abs=2e-5)
 
 
-@settings(max_examples=30, deadline=None)
-@given(any_row, masks)
-def test_a_mask_means_what_logits_of_minus_infinity_mean(row: Row, allowed: np.ndarray) -> None:
-    row = dataclasses.replace(row, uses_history=False)
-    logits, row_sampling, state = batch([row], [1])
-    masked, _ = step(logits, row_sampling, state, jnp.asarray(allowed)[None])
-    forbidden, _ = step(jnp.where(allowed, logits, -jnp.inf), row_sampling, state)
-    assert int(masked.token[0]) == int(forbidden.token[0])
-    assert float(masked.sampling_logprob[0]) == float(forbidden.sampling_logprob[0])
+def test_a_mask_means_what_logits_of_minus_infinity_mean_and_one_of_all_ids_nothing() -> None:
+    rng = np.random.default_rng(0)
+    rows = [Row(logits=tuple(rng.normal(size=VOCAB)), seed=seed, uses_history=False, top_k=5) for seed in range(3)]
+    logits, row_sampling, state = batch(rows, [1, 2, 3])
+    allowed = rng.random((3, VOCAB)) < 0.5
+    masked, _ = step(logits, row_sampling, state, jnp.asarray(allowed))
+    forbidden, _ = step(jnp.where(allowed, logits, -jnp.inf), row_sampling, state, jnp.ones((3, VOCAB), bool))
+    np.testing.assert_array_equal(masked.token, forbidden.token)
+    np.testing.assert_array_equal(masked.sampling_logprob, forbidden.sampling_logprob)
+    plain, _ = step(logits, row_sampling, state)
+    unmasked, _ = step(logits, row_sampling, state, jnp.ones((3, VOCAB), bool))
+    jax.tree.map(np.testing.assert_array_equal, plain, unmasked)
 
 
-def test_a_mask_that_allows_all_changes_nothing() -> None:
-    rows = [Row(logits=tuple(np.random.default_rng(seed).normal(size=VOCAB)), seed=seed) for seed in range(4)]
-    logits, row_sampling, state = batch(rows, [1, 2, 3, 4])
-    plain, masked = (step(logits, row_sampling, state, allowed)[0] for allowed in (None, jnp.ones_like(logits, bool)))
-    jax.tree.map(np.testing.assert_array_equal, plain, masked)
-
-
-@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 512, 1000])
+@pytest.mark.parametrize("vocab", [1, 32, 33, 1000])
 def test_masks_hold_an_id_per_bit_lowest_first(vocab: int) -> None:
     allowed = np.random.default_rng(vocab).random((3, vocab)) < 0.5
     padded = np.pad(allowed, ((0, 0), (0, mask_words(vocab) * 32 - vocab)), constant_values=True)

@@ -1,18 +1,23 @@
 """Structured outputs in a running engine: always what the constraint says, whatever else runs, and however it runs."""
 
+import asyncio
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tokenspeed_jax import Engine, InvalidRequest, SamplingParams, StructuredOutputsParams
+from tokenspeed_jax import Engine, EngineConfig, InvalidRequest, SamplingParams, StructuredOutputsParams
+from tokenspeed_jax.engine.buckets import BucketTable
+from tokenspeed_jax.engine.grammar import Matcher
 from tokenspeed_jax.engine.outputs import Sample
 
-from .conftest import EngineFactory
+from .conftest import GOLDEN, EngineFactory
 
 EOS = 1
+BYTES_PER_TOKEN = 1024  # of the tiny model's cache
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -40,6 +45,28 @@ def prompt(seed: int, length: int = 20) -> list[int]:
     return np.random.default_rng(seed).integers(3, 500, length).tolist()
 
 
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """One engine of few shapes for all tests, with a pool for one and a half of its longest requests."""
+    config = EngineConfig(
+        model=str(GOLDEN / "tiny" / "llama"),
+        dtype="float32",
+        max_model_len=232,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        prefix_granularity=16,
+        kernel_page_size=16,
+        kv_cache_memory_bytes=350 * BYTES_PER_TOKEN,
+        disable_progress_bars=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketTable, "for_limits", lambda *_: BucketTable((4,), (64,), 4))
+        engine = Engine(config)
+    with engine:
+        yield engine
+        assert engine.stats().compilations_after_warmup == 0, "constrained batches compile nothing either"
+
+
 def generate(engine: Engine, *params: SamplingParams, length: int = 20) -> list[Sample]:
     prompts = [prompt(index, length) for index in range(len(params))]
     return [output.samples[0] for output in engine.generate(prompts, list(params))]
@@ -56,7 +83,7 @@ CONSTRAINTS = [
     dataclasses.replace(constrained(5, grammar='start: "<" /[xy]{2,9}/ ">"'), presence_penalty=1.0, top_k=5, top_p=0.9),
 ]
 FREE = [
-    SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logit_bias={4: -1.0}),
     SamplingParams(max_tokens=30, seed=9, ignore_eos=True, repetition_penalty=1.3),
 ]
 
@@ -82,8 +109,7 @@ def check(params: SamplingParams, sample: Sample) -> None:
         assert re.fullmatch("<[xy]{2,9}>", sample.text)
 
 
-def test_constrained_rows_hold_their_constraint_and_leave_their_neighbours_alone(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
+def test_constrained_rows_hold_their_constraint_and_leave_their_neighbours_alone(engine: Engine) -> None:
     batch = [CONSTRAINTS[0], FREE[0], *CONSTRAINTS[1:], FREE[1]]
     together = generate(engine, *batch)
     for index, (params, sample) in enumerate(zip(batch, together, strict=True)):
@@ -93,41 +119,28 @@ def test_constrained_rows_hold_their_constraint_and_leave_their_neighbours_alone
         assert alone.token_ids == sample.token_ids, index
 
 
-def test_overlap_changes_nothing(tiny_engine: EngineFactory) -> None:
-    batch = [*CONSTRAINTS, *FREE]
-    with_overlap = generate(tiny_engine("llama"), *batch)
-    without = generate(tiny_engine("llama", overlap_schedule=False), *batch)
-    assert [sample.token_ids for sample in with_overlap] == [sample.token_ids for sample in without]
-    assert [sample.text for sample in with_overlap] == [sample.text for sample in without]
-
-
-def test_a_retracted_sample_goes_on_where_its_grammar_was(tiny_engine: EngineFactory) -> None:
-    # Undeclared output budgets, no overlap and a pool for one and a half requests, as retraction needs.
-    small = {"prefix_granularity": 16, "kernel_page_size": 16, "max_model_len": 232, "overlap_schedule": False}
-    batch = [dataclasses.replace(CONSTRAINTS[index % 3], seed=index, max_tokens=None) for index in range(6)]
-    engine = tiny_engine("llama", **small)
-    roomy = generate(engine, *batch, length=100)
-    per_token = engine.memory_report.groups[0].bytes_per_token
-    assert per_token is not None
-    engine = tiny_engine("llama", **small, kv_cache_memory_bytes=int(1.5 * 232 * per_token))
-    tight = generate(engine, *batch, length=100)
-    assert engine.stats().retractions > 0
-    for params, sample, other in zip(batch, tight, roomy, strict=True):
+def test_neither_overlap_nor_retraction_changes_anything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Undeclared output budgets and no overlap, as retraction needs.
+    batch = [dataclasses.replace(params, max_tokens=None) for params in CONSTRAINTS]
+    with_overlap = generate(engine, *batch, length=110)
+    monkeypatch.setattr(engine._loop, "_overlap_depth", 0)
+    before = engine.stats().retractions
+    without = generate(engine, *batch, length=110)
+    assert engine.stats().retractions > before
+    for params, sample, other in zip(batch, with_overlap, without, strict=True):
         check(params, sample)
-        assert sample.token_ids == other.token_ids
+        assert sample == other
 
 
-def test_samples_of_a_request_have_grammars_of_their_own(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
+def test_samples_of_a_request_have_grammars_of_their_own(engine: Engine) -> None:
     params = dataclasses.replace(CONSTRAINTS[1], n=4)
-    samples = engine.generate(prompt(3, 130), params)[0].samples
+    samples = engine.generate(prompt(3, 30), params)[0].samples
     for sample in samples:
         check(params, sample)
     assert len({sample.text for sample in samples}) == 4
 
 
-def test_log_probabilities_are_the_models_and_those_of_what_was_allowed(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
+def test_log_probabilities_are_the_models_and_those_of_what_was_allowed(engine: Engine) -> None:
     ids = prompt(5)
     params = dataclasses.replace(constrained(7, choice=("a", "b", "c")), logprobs=True, top_logprobs=5)
     sample = engine.generate(ids, params)[0].samples[0]
@@ -146,8 +159,7 @@ def test_log_probabilities_are_the_models_and_those_of_what_was_allowed(tiny_eng
     assert list(sample.top_logprobs[0]) == list(free.top_logprobs[0])
 
 
-def test_the_end_comes_when_nothing_else_is_left_whatever_holds_ends_back(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
+def test_the_end_comes_when_nothing_else_is_left_whatever_holds_ends_back(engine: Engine) -> None:
     base = constrained(regex="a{1,6}")
     for change in ({"ignore_eos": True}, {"min_tokens": 50}, {"ignore_eos": True, "min_tokens": 50}):
         sample = engine.generate(prompt(1), dataclasses.replace(base, **change))[0].samples[0]
@@ -156,8 +168,7 @@ def test_the_end_comes_when_nothing_else_is_left_whatever_holds_ends_back(tiny_e
         assert sample.token_ids[-1] == EOS
 
 
-def test_stop_strings_stop_ids_and_lengths_keep_their_meaning(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
+def test_stop_strings_stop_ids_and_lengths_keep_their_meaning(engine: Engine) -> None:
     base = constrained(regex="[a-z]{4}![a-z]{4}")
     sample = engine.generate(prompt(1), dataclasses.replace(base, stop=["!"]))[0].samples[0]
     assert (len(sample.text), sample.stop_reason) == (4, "!")
@@ -168,70 +179,71 @@ def test_stop_strings_stop_ids_and_lengths_keep_their_meaning(tiny_engine: Engin
     assert (len(sample.text), sample.stop_reason) == (4, mark)
 
 
-@pytest.mark.parametrize(("mark", "bias"), [("</t>", {}), ("<pad>", {2: 6.0})])
-def test_the_constraint_begins_after_its_mark(tiny_engine: EngineFactory, mark: str, bias: dict[int, float]) -> None:
-    engine = tiny_engine("llama")
+@pytest.mark.parametrize(("mark", "bias"), [("e", {}), ("<pad>", {2: 6.0})])
+def test_the_constraint_begins_after_its_mark(engine: Engine, mark: str, bias: dict[int, float]) -> None:
     constraint = StructuredOutputsParams(choice=("yes", "no"), begins_after=mark)
-    ends = 0
-    for seed in range(4):
+    for seed in range(3):
         params = SamplingParams(
-            max_tokens=400, seed=seed, structured_outputs=constraint, logit_bias=bias, skip_special_tokens=False
+            max_tokens=200, seed=seed, structured_outputs=constraint, logit_bias=bias, skip_special_tokens=False
         )
         sample = engine.generate(prompt(seed), params)[0].samples[0]
-        front, found, answer = sample.text.partition(mark)
-        ends += bool(found)
-        if found:
-            assert answer in ("yes", "no"), sample.text
-        else:
-            assert (sample.finish_reason, len(sample.token_ids)) == ("length", 400), "no end without an answer"
-        assert front
-    assert ends or not bias
+        _, found, answer = sample.text.partition(mark)
+        assert found, "nothing else may end the part in front"
+        assert answer in ("yes", "no"), sample.text
+        assert (sample.finish_reason, sample.token_ids[-1]) == ("stop", EOS)
+
+
+def test_stop_ids_are_held_back_before_the_constraint_begins_too(engine: Engine) -> None:
+    constraint = StructuredOutputsParams(choice=("yes",), begins_after="<pad>")
+    params = SamplingParams(
+        max_tokens=10, min_tokens=8, seed=1, stop_token_ids=[70], logit_bias={70: 50.0}, structured_outputs=constraint
+    )
+    sample = engine.generate(prompt(1), params)[0].samples[0]
+    assert sample.token_ids.index(70) == 8
+    assert sample.stop_reason == 70
 
 
 def test_a_grammar_that_fails_on_the_way_ends_its_sample_and_nothing_else(
-    tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiny_engine("llama")
-    # At each "a" as many ways to go on as letters so far, and more: beyond what one mask may cost.
-    costly = constrained(grammar='start: "b" a "c"\na: /a{1,3}/ | a a | a a a | "" ')
-    samples = generate(engine, costly, FREE[0])
-    assert samples[0].finish_reason in ("stop", "length", "abort")
-    if samples[0].finish_reason == "abort":
-        assert str(samples[0].stop_reason).startswith("grammar: ")
-    alone = engine.generate(prompt(1), FREE[0])[0].samples[0]
-    assert samples[1].token_ids == alone.token_ids
-    assert engine.is_healthy
+    params = dataclasses.replace(constrained(regex="ab+c"), max_tokens=150)
+    count = []
+
+    def fail(matcher: Matcher) -> None:
+        count.append(matcher)
+        if len(count) == 3:
+            matcher.error = "grammar: too complex"
+
+    monkeypatch.setattr(Matcher, "note_error", fail)
+    samples = generate(engine, params, FREE[1])
+    assert (samples[0].finish_reason, samples[0].stop_reason) == ("abort", "grammar: too complex")
+    assert len(samples[0].token_ids) == 2
+    assert samples[0].text == engine.tokenizer.decode(samples[0].token_ids)
+    monkeypatch.undo()
+    assert samples[1].token_ids == engine.generate(prompt(1), FREE[1])[0].samples[0].token_ids
+    check(params, engine.generate(prompt(0), dataclasses.replace(params, logit_bias={69: 9.0}))[0].samples[0])
 
 
-def test_a_grammar_that_no_token_can_follow_ends_with_its_reason(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama")
-    params = constrained(grammar="start: <[600]>")
-    with pytest.raises(InvalidRequest, match="grammar"):
-        engine.generate(prompt(1), params)
-
-
-def test_no_program_is_compiled_for_a_constrained_batch_of_a_warm_engine(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama", warmup=True, max_num_seqs=4, max_num_batched_tokens=32)
-    check(CONSTRAINTS[0], generate(engine, CONSTRAINTS[0])[0])
-    assert engine.stats().compilations_after_warmup == 0
+def test_a_bad_constraint_submits_nothing(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="unclosed") as refused:
+        engine.generate([prompt(1)] * 2, [FREE[1], constrained(regex="a(b")])
+    assert refused.value.parameter == "structured_outputs.regex"
+    assert engine.stats().waiting == engine.stats().running == 0
 
 
 def test_an_engine_without_grammars_refuses_by_name(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama", grammar_backend="none")
+    engine = tiny_engine("llama", grammar_backend="none", max_num_batched_tokens=64)
     with pytest.raises(InvalidRequest, match="grammar_backend none") as refused:
         engine.generate(prompt(1), CONSTRAINTS[0])
     assert refused.value.parameter == "structured_outputs"
-    assert generate(engine, FREE[0])[0].finish_reason == "length"
+    assert not engine._assembly.programs.model.returns_logits, "nor does it pay for them"
 
 
 async def first_text(engine: Engine, params: SamplingParams) -> str:
     return "".join([delta.text async for delta in engine.stream(prompt(1), params)])
 
 
-def test_streams_are_constrained_and_refused_alike(tiny_engine: EngineFactory) -> None:
-    import asyncio
-
-    engine = tiny_engine("llama")
+def test_streams_are_constrained_and_refused_alike(engine: Engine) -> None:
     assert asyncio.run(first_text(engine, CONSTRAINTS[5])) in ("yes", "no", "maybe not")
     with pytest.raises(InvalidRequest, match="regex"):
         asyncio.run(first_text(engine, constrained(regex="(")))

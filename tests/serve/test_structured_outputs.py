@@ -1,6 +1,7 @@
 """Constraints on the content, as clients of OpenAI, vLLM and SGLang send them, and as the engine gets them."""
 
 import json
+import sys
 import threading
 from typing import Any
 
@@ -234,3 +235,16 @@ def test_generate_shows_why_a_constraint_could_not_be_followed(client: TestClien
     reply = client.post(path, json=body | {"sampling_params": {"regex": "a"}}).json()
     assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "grammar: too complex"}
     stopper.join()
+
+
+def test_without_llguidance_the_field_is_named(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance.gbnf_to_lark", None)
+    path, body = CHAT
+    with TestClient(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as client:
+        for extra in ({"guided_regex": "a"}, {"ebnf": EBNF}):
+            reply = client.post(path, json=body | extra)
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+            assert error["param"] == next(iter(extra))
+            assert error["message"].startswith(f"{error['param']} needs llguidance")

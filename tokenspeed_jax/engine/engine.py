@@ -194,7 +194,7 @@ class Engine:
         max_tokens, grammar = self._check(prompt, params)
         serial = next(self._serial)
         request = RequestState(
-            request_id=self._live_ids.claim(request_id or f"request-{serial}"),
+            request_id=self._live_ids.claim(f"request-{serial}" if request_id is None else request_id),
             prompt_token_ids=prompt,
             params=params,
             options=options,

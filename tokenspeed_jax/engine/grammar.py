@@ -15,7 +15,7 @@ _MAX_MESSAGE = 600
 
 def shortened(message: str) -> str:
     """An error message of llguidance, which may quote a whole grammar."""
-    message = message.strip()
+    message = message.replace("<non-verbose/>", "").strip()
     return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."
 
 

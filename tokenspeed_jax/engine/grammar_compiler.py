@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.grammar import Grammar, shortened
@@ -27,7 +27,13 @@ _INITIAL_LEXER_FUEL = 500_000
 _STEP_LEXER_FUEL = 50_000
 _STEP_MAX_ITEMS = 25_000
 
+_MAX_COMPILE_SECONDS = 20.0
+"""No limit of llguidance is known to be passed for so long. A compilation cannot be stopped: it is left to itself."""
+_MAX_LEFT = 2
+"""Compilations that may be left to themselves at once; while there are more, nothing is compiled."""
+
 _STACK_LOCK = threading.Lock()
+_LEFT: list[Future[Any]] = []
 _STACK_BYTES = 512 << 20
 """Of a thread that compiles. llguidance descends a chain of rules or references by recursion, at 10 kB a link, and a
 grammar of `MAX_GRAMMAR_BYTES` may have thousands of links. Memory that is not descended into is never touched."""
@@ -155,7 +161,11 @@ def _refusal(field: str, message: str) -> InvalidRequest:
 
 
 def _on_a_deep_stack[T](function: Callable[[], T]) -> T:
-    """The value of a function, from a thread in which it may descend deep; RuntimeError for any error of it."""
+    """The value of a function, from a thread in which it may descend deep.
+
+    Raises:
+        RuntimeError: for any error of the function, and when it takes too long.
+    """
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -164,13 +174,19 @@ def _on_a_deep_stack[T](function: Callable[[], T]) -> T:
         except BaseException as error:  # a panic of llguidance is no Exception
             answer.set_exception(RuntimeError(f"llguidance failed: {error}"))
 
+    if sum(not left.done() for left in _LEFT) >= _MAX_LEFT:
+        raise RuntimeError("grammars that take too long are still being compiled; try again later")
     with _STACK_LOCK:
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, name="tokenspeed-grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
-    return answer.result()
+    try:
+        return answer.result(_MAX_COMPILE_SECONDS)
+    except TimeoutError:
+        _LEFT[:] = [left for left in _LEFT if not left.done()] + [answer]
+        raise RuntimeError(f"it takes more than {_MAX_COMPILE_SECONDS:.0f} seconds") from None
 
 
 def grammars_of(

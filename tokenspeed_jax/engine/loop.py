@@ -252,7 +252,7 @@ class StepLoop:
         # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
         keep = self._overlap_depth if ids else len(self._in_flight) - 1
         while len(self._in_flight) > max(keep, 0):
-            self._deliver_all(self._absorb(self._in_flight.popleft()))
+            self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
         # Last, while the device is at work on the step that was dispatched.
         if self._kv_events is not None:
@@ -289,17 +289,15 @@ class StepLoop:
         outputs, logits = self._programs.forward(built)
         self._observe_overlap()
         dispatched_at = time.perf_counter()
-        landed = []
-        while self._in_flight:
-            landed += self._absorb(self._in_flight.popleft())
         if self._masks is None or logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
+        # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
         redraw = Redraw.of(built, self._masks.vocab_size)
         self._masks.fill(redraw.masks, built.constrained, built.samples)
         outputs = self._programs.redraw(redraw, outputs, logits)
         self._in_flight.append(_InFlight(round_number, built, outputs, dispatched_at))
-        # The device has work again: only now the receivers are told.
-        self._deliver_all(landed)
 
     def _observe_overlap(self) -> None:
         """Notes whether the device still had work when the next step reached it; asked once that step is there, so
@@ -333,16 +331,12 @@ class StepLoop:
         if has_admitted:
             self._stats.observe_hits(self._scheduler)
 
-    def _absorb(self, step: _InFlight) -> list[tuple[SampleState, RequestDelta]]:
-        """Waits for a step and applies what came of it; returns the deltas to deliver."""
+    def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
         self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
-        return deltas
-
-    def _deliver_all(self, deltas: list[tuple[SampleState, RequestDelta]]) -> None:
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:

@@ -59,6 +59,7 @@ class MaskBuilder:
                 masks[row] = _ALL  # what it draws is dropped
             elif matcher.front is not None:
                 masks[row] = self._front
+                self._hold_back(masks[row], sample)
             else:
                 parsed.append((matcher, row))
         if not parsed:

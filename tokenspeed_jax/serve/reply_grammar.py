@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
+from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.bare_values import bare_parameters
 from tokenspeed_jax.serve.protocol.json_schemas import JSON_SPACE, with_guidance
 from tokenspeed_jax.text.transcripts import END_THINK, THINK, CallSyntax, ChannelSyntax, ParameterSyntax
@@ -38,7 +39,7 @@ class ReplyGrammar:
         self._channels = channels
 
     def content(self, constraint: StructuredOutputsParams) -> Rules:
-        """`body` is a content that the constraint allows."""
+        """`body` is a content that the constraint allows. Raises `InvalidRequest` without llguidance."""
         return [f"body: {self._headed_content()}", *_content_rules(constraint)]
 
     def forced_calls(self, syntax: CallSyntax, schemas: Schemas, *, allows_parallel: bool) -> Rules:
@@ -205,9 +206,11 @@ def _content_rules(constraint: StructuredOutputsParams) -> Rules:
     if constraint.choice is not None:
         return ["content: " + " | ".join(map(_literal, constraint.choice))]
     if constraint.regex is not None:
-        # Here, for a server must start without llguidance.
-        from llguidance import regex_to_lark
-
+        try:  # here, for a server must start without it
+            from llguidance import regex_to_lark
+        except ImportError:
+            name = "structured_outputs.regex"
+            raise InvalidRequest(f"{name} needs llguidance, which is not installed", parameter=name) from None
         return [f"content: /{regex_to_lark(constraint.regex)}/"]
     return [f"content: %lark {{\n{constraint.grammar}\n}}"]
 

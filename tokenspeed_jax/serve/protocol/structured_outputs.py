@@ -198,11 +198,14 @@ def _converted_ebnf(grammar: str, field: str) -> str:
             param=field,
             code="invalid_value",
         )
-    # Here, for a server must start without llguidance.
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark  # here, for a server must start without it
+
         return gbnf_to_lark(grammar)
+    except ImportError:
+        raise ApiError(
+            f"{field} needs llguidance, which is not installed", param=field, code="unsupported_parameter"
+        ) from None
     except RecursionError:
         reason = "it is nested too deeply"
     except Exception as error:

@@ -80,7 +80,7 @@ export class Chart {
     const top = this.top();
     const x = (at) => width - ((this.now - at) / SPAN_SECONDS) * width;
     const y = (value) => bottom - (Math.min(value, top) / top) * (bottom - MARGIN.top);
-    const parts = this.frame(width, bottom, top);
+    const [parts, texts] = this.frame(width, bottom, top);
     this.series.forEach(({ column }, index) => parts.push(...this.lines(column, index, x, y, bottom)));
     const shown = this.nearest();
     if (this.cursor !== null && shown >= 0) {
@@ -88,7 +88,7 @@ export class Chart {
       parts.push(svg("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: bottom }));
     }
     this.plot.replaceChildren(svg("svg", { "aria-hidden": "true" }));
-    this.plot.firstChild.append(...parts);
+    this.plot.firstChild.append(...parts, ...texts);
     this.write(shown);
   }
 
@@ -100,18 +100,20 @@ export class Chart {
     return Math.min(niceCeiling(Math.max(largest, this.least)), this.most);
   }
 
+  // The grid, and what is written over the lines.
   frame(width, bottom, top) {
-    const parts = [];
+    const grid = [];
+    const texts = [];
     for (const share of [0, 0.5, 1]) {
       const height = bottom - share * (bottom - MARGIN.top);
-      parts.push(svg("line", { class: "grid", x1: 0, x2: width, y1: height, y2: height }));
-      if (share > 0) parts.push(svg("text", { x: 0, y: height + 11 }, this.format(share * top)));
+      grid.push(svg("line", { class: "grid", x1: 0, x2: width, y1: height, y2: height }));
+      if (share > 0) texts.push(svg("text", { x: 0, y: height + 11 }, this.format(share * top)));
     }
     const labels = [[0, "start", "5 min ago"], [width, "end", "now"]];
     for (const [x, anchor, text] of labels) {
-      parts.push(svg("text", { x, y: bottom + 14, "text-anchor": anchor }, text));
+      texts.push(svg("text", { x, y: bottom + 14, "text-anchor": anchor }, text));
     }
-    return parts;
+    return [grid, texts];
   }
 
   lines(column, index, x, y, bottom) {

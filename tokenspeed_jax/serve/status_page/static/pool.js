@@ -4,7 +4,7 @@ import { byId, cell, element, groupColor, resolved, swatch } from "./dom.js";
 import { count } from "./format.js";
 
 export const CACHED_OPACITY = 0.38;
-const LARGEST_CELL = 24;
+const LARGEST_CELL = 32;
 
 export class Pool {
   constructor() {
