@@ -35,6 +35,7 @@ from tokenspeed_jax.serve.errors import (
 )
 from tokenspeed_jax.serve.generation import DeltaBridge, Generation
 from tokenspeed_jax.serve.metrics import ServerMetrics
+from tokenspeed_jax.serve.openapi import OpenApiRoute
 from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
 from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateRequest
@@ -125,6 +126,10 @@ class ModelServer:
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
+        routes = self._served_routes()
+        return [*routes, *OpenApiRoute(routes).routes()]
+
+    def _served_routes(self) -> list[Route]:
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
