@@ -3,6 +3,8 @@
 # make test-page                                                          the status page in Chromium, where there is one
 # make lint, make test-cpp                                                the checks of .ci/run one by one
 # make fuzz [FUZZ_SECONDS=...]                                            fuzz the scheduler's calls, with clang
+# make soak                                                               20,000 requests, many ill-behaved; then nothing may be left of them
+# make schemathesis                                                       try out what /openapi.json promises, for long
 # make setup                                                              only set up; `make clean` undoes it
 #
 # Set-up is plain venv and pip in .venv. A stamp file remembers it, so a second run starts at once.
@@ -11,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: serve test test-page lint test-cpp test-threads fuzz setup clean
+.PHONY: serve test test-page lint test-cpp test-threads fuzz soak schemathesis setup clean
 
 MODEL ?=
 ARGS ?=
@@ -74,6 +76,12 @@ fuzz: .build/cpp/.configured
 	mkdir -p .build/fuzz/corpus
 	.build/cpp/scheduler_cpp/call_sequence_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=1500 -timeout=20 \
 	  -print_final_stats=1 -artifact_prefix=.build/fuzz/ .build/fuzz/corpus scheduler_cpp/tests/seeds/call_sequence
+
+soak: $(INSTALLED)
+	$(PYTHON) -m pytest -m long --capture=no tests/e2e/test_soak.py $(ARGS)
+
+schemathesis: $(INSTALLED)
+	$(PYTHON) -m pytest -m long tests/serve/test_openapi.py $(ARGS)
 
 setup: $(INSTALLED)
 

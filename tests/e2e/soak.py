@@ -79,8 +79,8 @@ class Soak:
         while any((load := json.loads(self.server.get("/load")))[name] for name in busy):
             assert time.monotonic() < deadline, load
             time.sleep(0.05)
-        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage"):
-            assert self.server.metric(f"tokenspeed:{gauge}") == 0
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert self.server.metric(f"vllm:{gauge}") == 0
         assert self.server.post("/flush_cache", {}, ADMIN_KEY) == (200, {"success": True})
         slots = json.loads(self.server.get("/server_info"))["engine_config"]["max_num_seqs"]
         body = {"input_ids": [5, 6], "sampling_params": {"n": slots, "max_new_tokens": 1500, "ignore_eos": True}}
@@ -178,10 +178,10 @@ class Soak:
         rid = f"soak-{chance.random()}"
         body = {"input_ids": [5, 6, 7], "rid": rid, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         connection.request("POST", "/generate", json.dumps(body))
-        done = threading.Event()
-        while not done.wait(0.002):
+        for _ in range(200):  # until it is there to be aborted; it may also end by itself first
             if self.server.post("/abort_request", {"rid": rid}, ADMIN_KEY)[1]["num_aborted"]:
-                done.set()
+                break
+            time.sleep(0.002)
         reply = connection.getresponse()
         text = reply.read()
         assert reply.status == 200, text
