@@ -62,6 +62,8 @@ type AnyRequest = CompletionRequest | ChatRequest | GenerateRequest | ResponsesR
 type AnyReply = CompletionReply | ChatReply | GenerateReply | ResponsesReply | MessagesReply
 
 _JSON = "application/json"
+_SHORT_BODY = 2048
+"""Bytes that are made into a prompt within about a millisecond."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -225,9 +227,9 @@ class ModelServer:
 
     async def _off_the_loop[T](self, request: Request, work: Callable[[bytes], T]) -> T:
         """Reads the body, then parses, renders and tokenises on a worker thread: long prompts must not hold up
-        the streams of others."""
+        the streams of others. Short ones take less time than the way to another thread and back."""
         body = await read_body(request, self._config.max_body_bytes)
-        return await run_in_threadpool(work, body)
+        return work(body) if len(body) <= _SHORT_BODY else await run_in_threadpool(work, body)
 
     async def _generate(
         self,
@@ -244,6 +246,8 @@ class ModelServer:
             return parsed, *self._prompts(parsed)
 
         parsed, params, prompts = await self._off_the_loop(request, prepare)
+        if params.structured_outputs is not None:
+            await run_in_threadpool(self._compile, params.structured_outputs, parsed)
         is_native = isinstance(parsed, GenerateRequest)
         reply_id = (parsed.rid if is_native else None) or id_prefix + uuid.uuid4().hex
         if self._config.enable_log_requests:
@@ -274,7 +278,7 @@ class ModelServer:
     def _prompts(self, parsed: AnyRequest | CountTokensRequest) -> tuple[SamplingParams, list[list[int]]]:
         """The request's parameters and the token ids of its prompts. Raises `ApiError` for whatever is wrong in it."""
         self._check_model(parsed.model)
-        with parsed.own_names() if isinstance(parsed, TranslatedRequest) else contextlib.nullcontext():
+        with _own_names(parsed):
             chat = parsed
             if isinstance(parsed, TranslatedRequest):
                 parsed.fit(self._engine.tokenizer, self._format)
@@ -288,8 +292,6 @@ class ModelServer:
                 raise refusal(error, parsed.names) from None
             if isinstance(chat, ChatRequest):
                 params = self._format.constrained(params, chat, prompts[0])
-            if params.structured_outputs is not None:
-                self._compile(params.structured_outputs, parsed.names)
         if len(prompts) * params.n > MAX_CHOICES:
             raise ApiError(
                 f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
@@ -298,12 +300,13 @@ class ModelServer:
             )
         return params, prompts
 
-    def _compile(self, constraint: StructuredOutputsParams, names: dict[str, str]) -> None:
+    def _compile(self, constraint: StructuredOutputsParams, parsed: AnyRequest) -> None:
         """Compiles what `open` would else compile on the event loop."""
-        try:
-            self._engine.compile_grammar(constraint)
-        except InvalidRequest as error:
-            raise refusal(error, names) from None
+        with _own_names(parsed):
+            try:
+                self._engine.compile_grammar(constraint)
+            except InvalidRequest as error:
+                raise refusal(error, parsed.names) from None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._name:
@@ -319,6 +322,11 @@ class ModelServer:
             "parent": None,
             "max_model_len": self._engine.max_model_len,
         }
+
+
+def _own_names(parsed: AnyRequest | CountTokensRequest) -> contextlib.AbstractContextManager[None]:
+    """Errors raised within call fields by the names that the request's protocol has for them."""
+    return parsed.own_names() if isinstance(parsed, TranslatedRequest) else contextlib.nullcontext()
 
 
 async def _events(generation: Generation, reply: StreamedReply) -> AsyncIterator[bytes]:
