@@ -21,7 +21,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
 from tokenspeed_jax.engine.prompts import Prompt, as_batch, options_per_prompt, params_per_prompt
 from tokenspeed_jax.engine.request_options import RequestOptions
-from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.requests import LiveRequestIds, RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
