@@ -468,6 +468,12 @@ class Scheduler:
     def active_lcm_blocks(self) -> int: ...
     def available_lcm_blocks(self) -> int:
         """Empty and evictable parents. O(1), as are the other two counts."""
+    def lcm_block_uses(self) -> npt.NDArray[np.int32]:
+        """What each parent is taken for, int32 [usable parents], a copy.
+
+        0 for an empty parent; g + 1 for one with a block of group g that a request holds; -(g + 1) for one whose blocks
+        of group g are only cached or being copied. Groups count as in `SchedulerConfig.cache_groups`. A scan.
+        """
     def host_cached_blocks(self) -> int:
         """Host blocks that a prompt can hit."""
     def host_pinned_blocks(self) -> int:

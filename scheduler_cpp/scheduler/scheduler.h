@@ -89,6 +89,8 @@ class Scheduler {
   int32_t EmptyLcmBlocks() const { return coordinator_.NumEmptyLcmBlocks(); }
   int32_t ActiveLcmBlocks() const { return coordinator_.NumActiveLcmBlocks(); }
   int32_t AvailableLcmBlocks() const { return coordinator_.NumAvailableLcmBlocks(); }
+  // As BlockPool::LcmBlockUses, of the device. A scan.
+  std::vector<int32_t> LcmBlockUses() const { return coordinator_.device_pool().LcmBlockUses(); }
   // Prompt and landed output; -1 for an unknown id.
   int32_t RequestTokenSize(const std::string& request_id) const;
   int32_t MaxSingleRequestTokens() const { return max_single_request_tokens_; }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 
 from tokenspeed_jax import Engine, EngineClosed, ProfilerError, SamplingParams
+from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.profiler import Profiler
+from tokenspeed_jax.engine.request_options import RequestOptions
+from tokenspeed_jax.engine.requests import RequestState
 from tokenspeed_jax.engine.stats import StatsCollector
 
 from .conftest import EngineFactory
@@ -98,6 +102,78 @@ def test_aborted_requests_leave_no_tokens_behind(engine: Engine) -> None:
     for _ in requests:
         assert ended.acquire(timeout=120)
     assert engine.stats().live_tokens == 0
+
+
+def test_activity_is_what_requests_hold_between_two_steps(engine: Engine) -> None:
+    assert engine.flush_cache()
+    looks: list[Future[Activity]] = []
+    done = threading.Semaphore(0)
+
+    def watch(delta: Any) -> None:
+        if not looks:
+            looks.append(engine.activity())
+        if delta.finish_reason is not None:
+            done.release()
+
+    engine.submit(ids(9, 100), dataclasses.replace(GREEDY, n=2, max_tokens=30), on_delta=watch)
+    for _ in range(2):
+        assert done.acquire(timeout=120)
+    during = looks[0].result(60)
+    (request,) = during.requests
+    assert (request.phase, request.prompt_tokens, request.cached_tokens, request.samples) == ("decode", 100, 0, 2)
+    assert 1 <= request.output_tokens < 60
+    assert 0.0 < request.age < 120.0
+    assert during.parent_uses.shape == (engine.memory_report.num_parents,)
+    assert (during.parent_uses > 0).any()
+    after = engine.activity().result(60)
+    assert after.requests == ()
+    assert not (after.parent_uses > 0).any()
+    assert (after.parent_uses < 0).any()
+
+
+def request_state(name: str, prompt_tokens: int, output_tokens: int) -> RequestState:
+    state = RequestState(name, [5] * prompt_tokens, GREEDY, RequestOptions(), 4, on_delta=lambda _: None)
+    state.samples.append(SimpleNamespace(token_ids=[7] * output_tokens))  # type: ignore[arg-type]
+    return state
+
+
+def test_activity_lists_the_oldest_of_each_phase() -> None:
+    requests = [request_state(name, index + 1, index % 2) for index, name in enumerate("abcdefgh")]
+    queued = {"a", "c", "d", "e", "h"}
+    scheduler = SimpleNamespace(lcm_block_uses=lambda: np.array([1, -1, 0]))
+
+    def listed(most: int) -> list[tuple[str, int]]:
+        activity = take_activity(scheduler, requests, queued, most)  # type: ignore[arg-type]
+        return [(request.phase, request.prompt_tokens) for request in activity.requests]
+
+    waiting = [("waiting", length) for length in (1, 3, 4, 5, 8)]
+    assert listed(9) == [("decode", 2), ("decode", 6), ("prefill", 7), *waiting]
+    assert listed(2) == [("decode", 2), ("decode", 6), ("waiting", 1), ("waiting", 3)]
+    assert listed(0) == []
+
+
+@pytest.mark.parametrize("ends_by", ["answer", "failure"])
+def test_a_question_that_nobody_waits_for_any_more_harms_nobody(ends_by: str) -> None:
+    loop = idle_loop(SimpleNamespace(lcm_block_uses=lambda: np.zeros(1, np.int32)))
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait(30)
+        if ends_by == "failure":
+            raise OSError("injected")
+
+    loop.call(hold)
+    given_up, kept = loop.activity(1), loop.activity(1)
+    assert given_up.cancel()
+    gate.set()
+    if ends_by == "failure":
+        with pytest.raises(EngineClosed):
+            kept.result(30)
+        assert isinstance(loop.failure, OSError)
+    else:
+        assert kept.result(30).requests == ()
+        assert loop.is_healthy
+    loop.close()
 
 
 def test_a_receiver_that_waits_for_the_loop_is_told_that_it_cannot(engine: Engine) -> None:

@@ -4,11 +4,14 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from tokenspeed_jax.engine.activity import Activity, LiveRequest
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -86,6 +89,7 @@ REPORT = MemoryReport(
     parent_bytes=256,
     groups=(GROUP,),
 )
+PARENT_USES = np.array([1] * 4 + [-1] * 2 + [0] * 10, np.int32)
 
 
 @dataclass(eq=False)
@@ -110,6 +114,7 @@ class FakeEngine:
         cache_is_free: what `flush_cache` returns.
         profiles: what was asked of the profiler, in order.
         num_queued_requests: what it says of its queue; it has none, everything runs at once.
+        looks: the answers to `activity`, which are given at once unless the engine `is_stuck`.
     """
 
     config = EngineConfig(model="/models/fake", max_num_seqs=8)
@@ -133,6 +138,8 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.cache_is_free = True
         self.profiles: list[str] = []
+        self.looks: list[Future[Activity]] = []
+        self.is_stuck = False
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
         self._tokens = 0
@@ -224,6 +231,18 @@ class FakeEngine:
             prefix_query_tokens=prompt_tokens,
             finished=dict(self._finished),
         )
+
+    def activity(self, max_requests: int) -> Future[Activity]:
+        if not self.is_healthy:
+            raise EngineClosed("dead")
+        self.looks.append(Future())
+        if not self.is_stuck:
+            requests = [
+                LiveRequest("decode", 2.5, len(sample.prompt), self.cached_tokens, len(sample.token_ids), 1)
+                for sample in self._samples[:max_requests]
+            ]
+            self.looks[-1].set_result(Activity(tuple(requests), PARENT_USES))
+        return self.looks[-1]
 
     def _run(self) -> None:
         while True:

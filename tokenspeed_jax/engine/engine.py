@@ -5,13 +5,14 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, cast
 
 from flax import nnx
 from tqdm import tqdm
 
-from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
@@ -20,7 +21,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
 from tokenspeed_jax.engine.prompts import Prompt, as_batch, options_per_prompt, params_per_prompt
 from tokenspeed_jax.engine.request_options import RequestOptions
-from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.requests import RequestState, SampleState, scheduler_spec
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
@@ -203,7 +204,7 @@ class Engine:
         for index in range(params.n):
             request.samples.append(self._sample(request, serial, index, seed))
         try:
-            self._loop.submit(request, [_spec(sample) for sample in request.samples])
+            self._loop.submit(request, [scheduler_spec(sample) for sample in request.samples])
         except EngineClosed:
             self._release_id(request.request_id)
             raise
@@ -312,6 +313,17 @@ class Engine:
             compilations_after_warmup=assembly.programs.compilations - self._compilations_at_start,
         )
 
+    def activity(self, max_requests: int = 100) -> Future[Activity]:
+        """What the engine is doing, once the step that runs now has ended; waits for nothing.
+
+        Args:
+            max_requests: most started and most waiting requests that are listed.
+
+        Raises:
+            EngineClosed: the engine is closed; the future raises it if the engine ends meanwhile.
+        """
+        return self._loop.activity(max_requests)
+
     def close(self) -> None:
         """Aborts what runs, ends the step loop and frees device memory. Further calls raise `EngineClosed`."""
         self._loop.close()
@@ -381,17 +393,3 @@ class Engine:
                     self._loop.abort(request.request_id)
 
         return deliver
-
-
-def _spec(sample: SampleState) -> scheduling.RequestSpec:
-    spec = scheduling.RequestSpec()
-    spec.request_id = sample.scheduler_id
-    spec.tokens = sample.request.prompt_token_ids
-    options = sample.request.options
-    spec.priority = options.priority
-    spec.cache_salt = options.cache_salt or ""
-    # An undeclared budget reserves nothing ahead: most replies end long before the context does.
-    spec.max_new_tokens = sample.params.max_tokens or 0
-    # The prompt is computed for the first sample alone.
-    spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
-    return spec

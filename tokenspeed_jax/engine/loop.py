@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -46,6 +47,8 @@ class _Question:
     answer: Future[Any] = field(default_factory=Future)
 
     def __call__(self) -> None:
+        if not self.answer.set_running_or_notify_cancel():
+            return
         try:
             self.answer.set_result(self.function())
         except Exception as error:
@@ -63,9 +66,9 @@ class _InFlight:
 class StepLoop:
     """Runs requests to their end on a thread of its own.
 
-    Thread-safe: `submit`, `abort`, `call`, `ask`, `flush_cache`, `close`, and the read-only properties. Deltas are
-    delivered on the loop's thread. After an internal error every request finishes with "error" and the loop ends: a
-    step that failed half-way leaves donated buffers behind that nobody can vouch for.
+    Thread-safe: `submit`, `abort`, `call`, `ask`, `activity`, `flush_cache`, `close`, and the read-only properties.
+    Deltas are delivered on the loop's thread. After an internal error every request finishes with "error" and the loop
+    ends: a step that failed half-way leaves donated buffers behind that nobody can vouch for.
     """
 
     def __init__(
@@ -133,9 +136,18 @@ class StepLoop:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
+        return self._request(function).result()
+
+    def _request[T](self, function: Callable[[], T]) -> Future[T]:
         question = _Question(function)
         self._post(question)
-        return question.answer.result()
+        return question.answer
+
+    def activity(self, max_requests: int) -> Future[Activity]:
+        """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
+        return self._request(
+            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+        )
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, with nothing dropped, while requests hold cached blocks."""
@@ -174,7 +186,8 @@ class StepLoop:
                 questions = [item for item in self._inbox if isinstance(item, _Question)]
                 self._inbox.clear()
             for question in questions:
-                question.answer.set_exception(EngineClosed("the engine is closed"))
+                if question.answer.set_running_or_notify_cancel():
+                    question.answer.set_exception(EngineClosed("the engine is closed"))
             # What is still queued never reached the scheduler; it ends like what runs.
             for request in left:
                 self._register(request)

@@ -1,9 +1,11 @@
 """What the step loop remembers about a request while it runs."""
 
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
@@ -92,6 +94,7 @@ class RequestState:
     Attributes:
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
+        submitted_at: monotonic seconds.
     """
 
     request_id: str
@@ -102,7 +105,23 @@ class RequestState:
     on_delta: DeltaSink
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
         return all(sample.finished for sample in self.samples)
+
+
+def scheduler_spec(sample: SampleState) -> scheduling.RequestSpec:
+    """The sample as the scheduler is told of it."""
+    spec = scheduling.RequestSpec()
+    spec.request_id = sample.scheduler_id
+    spec.tokens = sample.request.prompt_token_ids
+    options = sample.request.options
+    spec.priority = options.priority
+    spec.cache_salt = options.cache_salt or ""
+    # An undeclared budget reserves nothing ahead: most replies end long before the context does.
+    spec.max_new_tokens = sample.params.max_tokens or 0
+    # The prompt is computed for the first sample alone.
+    spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
+    return spec

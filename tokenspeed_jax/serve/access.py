@@ -6,9 +6,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.errors import ApiError
+from tokenspeed_jax.serve.status_page.assets import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that probes and scrapers read without a key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | PAGE_PATHS
+"""Paths that probes and scrapers read without a key, and the page that asks for it."""
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
 """Paths that take the admin key, not the API key, and are there only if one is configured."""
 

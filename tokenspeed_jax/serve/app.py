@@ -42,6 +42,7 @@ from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, Tokeni
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
+from tokenspeed_jax.serve.status_page.routes import StatusPage
 from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
 
 MAX_CHOICES = 2048
@@ -64,7 +65,7 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     app = Starlette(
         routes=server.routes(),
         middleware=[Middleware(AccessCheck, config=config)],
-        lifespan=lambda _app: server.bridge.attached(),
+        lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -88,6 +89,13 @@ class ModelServer:
         self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
         self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
+        self._page = None if config.disable_status_page else StatusPage(engine, admission, self._metrics.recent)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What has to run beside the handlers, while the context lasts."""
+        async with self.bridge.attached(), self._page.watching() if self._page else contextlib.nullcontext():
+            yield
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -103,6 +111,7 @@ class ModelServer:
             Route("/metrics", self.metrics, methods=["GET"]),
             *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
+            *(self._page.routes() if self._page else ()),
         ]
 
     async def completions(self, request: Request) -> Response:

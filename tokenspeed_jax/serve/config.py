@@ -29,7 +29,8 @@ class ServerConfig:
         default=None,
         repr=False,
         metadata=about(
-            "require `Authorization: Bearer KEY` on all but /health, /ready, /metrics and the admin routes",
+            "require `Authorization: Bearer KEY` on all but /health, /ready, /metrics, the page at / (not its figures) "
+            "and the admin routes",
             section="keys and admin routes",
         ),
     )
@@ -60,6 +61,7 @@ class ServerConfig:
     drain_timeout: float = field(
         default=30.0, metadata=about("seconds that running requests get to finish after SIGTERM or SIGINT")
     )
+    disable_status_page: bool = field(default=False, metadata=about("serve neither the page at / nor /status"))
     enable_auto_tool_choice: bool = field(
         default=False,
         metadata=about("let the model call tools; needs tool_call_parser", section="tools and reasoning"),

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tokenspeed_jax.serve.served_engine import ServedEngine
+from tokenspeed_jax.serve.status_page.latencies import RecentLatencies
 
 PREFIX = "tokenspeed:"
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -61,9 +62,14 @@ class EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a registry of its own.
+
+    Attributes:
+        recent: the latencies once more, for the status page.
+    """
 
     def __init__(self, engine: ServedEngine, model: str) -> None:
+        self.recent = RecentLatencies()
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model))
         self.first_token = self._histogram(
@@ -104,10 +110,12 @@ class RequestTimer:
         if not self._has_first:
             self._has_first = True
             self._metrics.first_token.observe(now - self._start)
+            self._metrics.recent.first_token.add(now - self._start)
         last = self._last[choice]
         if last is not None:
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - last) / num_tokens)
+            self._metrics.recent.between_tokens.add((now - last) / num_tokens, num_tokens)
         self._last[choice] = now
 
     def finish(self, now: float) -> None:

@@ -5,8 +5,10 @@ JAX of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
+from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -121,6 +123,8 @@ class ServedEngine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def stats(self) -> ServedStats: ...
+
+    def activity(self, max_requests: int) -> Future[Activity]: ...
 
     def flush_cache(self) -> bool: ...
 
