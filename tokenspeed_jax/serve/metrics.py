@@ -8,7 +8,6 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.serve.engine_metrics import EngineCollector
 from tokenspeed_jax.serve.request_metrics import RequestMetrics, RequestWatch
 from tokenspeed_jax.serve.served_engine import ServedEngine
-from tokenspeed_jax.serve.status_page.latencies import RecentLatencies
 
 
 class ServerMetrics:
