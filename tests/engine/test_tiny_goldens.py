@@ -105,14 +105,14 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
     engine = small(tiny_engine, family)
     params = dataclasses.replace(GREEDY, max_tokens=None)
     goldens = golden_prompts(family)
-    others = [random_prompt(seed, 10) for seed in (10, 11, 12, 10, 11, 12)]
+    others = [random_prompt(seed, 10) for seed in (10, 11, 10, 11)]
     before = engine.stats().retractions
     outputs = engine.generate([*(golden["prompt_ids"] for golden in goldens), *others], params)
     for output in outputs:
         assert len(output.prompt_token_ids) + len(output.samples[0].token_ids) == SMALL_LENGTH
     for output, golden in zip(outputs, goldens, strict=False):
         assert output.samples[0].token_ids[:24] == golden["output_ids"]
-    for output, same in zip(outputs[3:6], outputs[6:], strict=True):
+    for output, same in zip(outputs[3:5], outputs[5:], strict=True):
         assert output.samples[0].token_ids == same.samples[0].token_ids
     # A request of a model with states alone never grows, so nothing is ever taken from it.
     assert engine.stats().retractions > before or family in ("mamba2", "falcon_mamba")
