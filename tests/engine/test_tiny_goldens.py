@@ -91,7 +91,7 @@ def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineF
     # Cold: chunks of 64 tokens, so the last one starts where the warm hit ends and has the same bucket.
     engine = small(tiny_engine, family)
     forget_prefixes(engine)
-    ids = random_prompt(2, 64 * 3 + 16)
+    ids = random_prompt(2, 64 * 3 + 10)
     cold, warm = (engine.generate(ids, GREEDY)[0] for _ in range(2))
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 192)
     assert warm.samples[0].token_ids == cold.samples[0].token_ids
@@ -105,14 +105,14 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
     engine = small(tiny_engine, family)
     params = dataclasses.replace(GREEDY, max_tokens=None)
     goldens = golden_prompts(family)
-    others = [random_prompt(seed, 60) for seed in (10, 11, 12, 10, 11, 12)]
+    others = [random_prompt(seed, 10) for seed in (10, 11, 10, 11)]
     before = engine.stats().retractions
     outputs = engine.generate([*(golden["prompt_ids"] for golden in goldens), *others], params)
     for output in outputs:
         assert len(output.prompt_token_ids) + len(output.samples[0].token_ids) == SMALL_LENGTH
     for output, golden in zip(outputs, goldens, strict=False):
         assert output.samples[0].token_ids[:24] == golden["output_ids"]
-    for output, same in zip(outputs[3:6], outputs[6:], strict=True):
+    for output, same in zip(outputs[3:5], outputs[5:], strict=True):
         assert output.samples[0].token_ids == same.samples[0].token_ids
     # A request of a model with states alone never grows, so nothing is ever taken from it.
     assert engine.stats().retractions > before or family in ("mamba2", "falcon_mamba")
@@ -142,17 +142,20 @@ def test_prompts_in_one_chunk_match_alone_and_all_match_in_a_mixed_batch_of_16(
 def test_a_shared_prefix_of_200_tokens_hits_at_64_and_agrees_with_the_cold_run(
     tiny_engine: EngineFactory, family: str
 ) -> None:
-    # 251 tokens cold and 78 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which alone
-    # changes log-probabilities by up to 2e-5.
     engine = roomy(tiny_engine, family)
     forget_prefixes(engine)
+    once = dataclasses.replace(GREEDY, max_tokens=1)
     first = random_prompt(6, 220)
-    second = [*first[:200], 500, *random_prompt(7, 50)]
-    cold = engine.generate(second, GREEDY)[0]
+    assert engine.generate(first, once)[0].cached_tokens == 0
+    assert engine.generate([*first[:200], 500, *random_prompt(7, 20)], once)[0].cached_tokens == 192
+    # 230 tokens cold and 102 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which alone
+    # changes log-probabilities by up to 2e-5.
+    ids = random_prompt(8, 230)
+    cold = engine.generate(ids, GREEDY)[0]
     forget_prefixes(engine)
-    assert engine.generate(first, dataclasses.replace(GREEDY, max_tokens=1))[0].cached_tokens == cold.cached_tokens == 0
-    warm = engine.generate(second, GREEDY)[0]
-    assert warm.cached_tokens == 192
+    assert engine.generate(ids[:140], once)[0].cached_tokens == cold.cached_tokens == 0
+    warm = engine.generate(ids, GREEDY)[0]
+    assert warm.cached_tokens == 128
     assert warm.samples[0].token_ids == cold.samples[0].token_ids
     assert warm.samples[0].logprobs == pytest.approx(cold.samples[0].logprobs, abs=1e-5)
 
