@@ -185,7 +185,7 @@ class Recorder:
         self._dispatched: list[tuple[int, float]] = []
         self._programs.run = self._record  # type: ignore[method-assign]
 
-    def _record(self, built: BuiltBatch) -> jax.Array:
+    def _record(self, built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
         kind = len(built.slots) if built.layout.bucket.mode == "decode" else self.EXTEND
         self._last[kind] = built
         self._dispatched.append((kind, time.perf_counter()))
@@ -205,7 +205,7 @@ class Recorder:
         built = dataclasses.replace(self._last[kind], early_changes=())
         start = time.perf_counter()
         for _ in range(count):
-            out = self._run(built)
+            out, _ = self._run(built)
         out.block_until_ready()
         return (time.perf_counter() - start) / count
 

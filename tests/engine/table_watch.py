@@ -12,7 +12,7 @@ def watch_tables(engine: Engine, every: int = 4) -> list[int]:
     programs, scheduler = engine._assembly.programs, engine._assembly.loop._scheduler
     run, early_calls = programs.run, []
 
-    def watched(built: BuiltBatch) -> jax.Array:
+    def watched(built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
         outputs = run(built)
         if len(early_calls) % every == 0:
             views = scheduler.block_table_views()

@@ -12,7 +12,7 @@ from tokenspeed_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 from .conftest import GOLDEN
 
 MODELS = {"smollm2-135m": "smollm2_path", "gemma3-270m": "gemma3_270m_path"}
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=True, prompt_logprobs=1)
 FEWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
 """All 64 recorded tokens are asked for once: a step of a real model takes a quarter of a second on two cores."""
 
@@ -56,6 +56,11 @@ def test_all_prompts_at_once_cold_and_warm(
         outputs = whole_prompt_engine.generate([prompt["prompt_ids"] for prompt in prompts], params)
         for output, golden in zip(outputs, prompts, strict=True):
             assert_is_golden(output, golden, params)
+            if not warm:
+                assert output.prompt_logprobs is not None
+                scores = output.prompt_logprobs.token_logprobs()
+                assert scores[0] is golden["prompt_logprobs"][0] is None
+                assert scores[1:] == pytest.approx(golden["prompt_logprobs"][1:], abs=1e-3), golden["id"]
             if len(golden["prompt_ids"]) > 64:
                 assert (output.cached_tokens > 0) == warm
 

@@ -1,5 +1,6 @@
 """Every path through the engine gives the tokens and log-probabilities that transformers recorded, or PlainStep."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -41,15 +42,33 @@ def assert_is_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
         assert list(top.values()) == pytest.approx(list(want.values()), abs=1e-3)
 
 
-def run_goldens(engine: Engine, family: str) -> None:
+def run_goldens(engine: Engine, family: str, *, scoring: bool = False) -> None:
+    params = dataclasses.replace(GREEDY, prompt_logprobs=5) if scoring else GREEDY
     for golden in golden_prompts(family):
-        assert_is_golden(engine.generate(golden["prompt_ids"], GREEDY)[0], golden)
+        output = engine.generate(golden["prompt_ids"], params)[0]
+        assert_is_golden(output, golden)
+        if scoring:
+            assert_scores_are_golden(output, golden)
+
+
+def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
+    """What is recorded stands for the prediction after each token; here each entry stands at the token predicted."""
+    assert output.prompt_logprobs is not None
+    first, *entries = output.prompt_logprobs
+    assert first is None
+    for token, entry, expected in zip(golden["prompt_ids"][1:], entries, golden["prompt_top5"][:-1], strict=True):
+        want = dict(map(tuple, expected))
+        top = {other: entry[other].logprob for other in entry if entry[other].rank <= 5}
+        assert sorted(top) == sorted(want)
+        assert [top[other] for other in want] == pytest.approx(list(want.values()), abs=1e-3)
+        assert next(iter(entry)) == token
+        assert entry[token].rank == 1 + list(want).index(token) if token in want else entry[token].rank > 5
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: EngineFactory, family: str) -> None:
     engine = tiny_engine(family, max_num_batched_tokens=64)
-    run_goldens(engine, family)
+    run_goldens(engine, family, scoring=family != THREE_KINDS)
     run_goldens(engine, family)
     assert engine.stats().cached_tokens > 0
 

@@ -20,7 +20,7 @@ _ENGINE_FAILED = 3
 # One request at a time needs neither a batch, nor every step compiled, nor the engine's own seed.
 _DECIDED = frozenset({"max_num_seqs", "warmup", "seed"})
 # Log-probabilities have no place in a stream of text.
-_NOT_SHOWN = frozenset({"logprobs", "top_logprobs"})
+_NOT_SHOWN = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "structured_outputs"})
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _CachePlanner:
         return limits, setup
 
     def _measure_workspace(self, split: SplitModel) -> int:
-        """Temporaries of the costliest step, from its compiled program over the smallest arena that plans."""
+        """Temporaries of the costliest step, from its compiled programs over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
         model = _step_model(self._config, self._source, split, setup, self._limits)
         state = jax.eval_shape(
@@ -147,8 +147,7 @@ class _CachePlanner:
         programs = StepPrograms(model, split.weights, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
-        compiled = programs.compiled(builder.layout(buckets.all()[0]))
-        return compiled.memory_analysis().temp_size_in_bytes
+        return programs.measured_workspace(builder.layout(buckets.all()[0]))
 
 
 def _buckets(limits: EngineLimits, device: jax.Device) -> BucketTable:

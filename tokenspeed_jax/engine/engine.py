@@ -394,4 +394,6 @@ def _spec(sample: SampleState) -> scheduling.RequestSpec:
     spec.max_new_tokens = sample.params.max_tokens or 0
     # The prompt is computed for the first sample alone.
     spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
+    if sample.request.prompt_scores is not None and sample.index == 0:
+        spec.reads_prefix_cache = False
     return spec

@@ -56,8 +56,9 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
         if not draws:
             continue
         token = tokens[index]
-        sample.token_ids.append(token)
         results.tokens.append(token)
+        if sample.request.max_tokens > 0:
+            sample.token_ids.append(token)
         update = sample.stop.push(token)
         if update.finish_reason is not None:
             sample.finished = True
@@ -68,6 +69,8 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
 
 def _delta(sample: SampleState, token: int, update: StopUpdate, outputs: StepOutputs, index: int) -> RequestDelta:
     params = sample.params
+    if sample.request.max_tokens == 0:
+        return sample.delta([], update.text_delta, update.finish_reason)
     if not params.logprobs:
         return sample.delta([token], update.text_delta, update.finish_reason, update.stop_reason)
     top: list[TopLogprobs] | None = None

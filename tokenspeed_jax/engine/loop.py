@@ -21,6 +21,7 @@ from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.prompt_scorer import PendingScores
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
@@ -57,6 +58,7 @@ class _InFlight:
     round_number: int
     built: BuiltBatch
     outputs: jax.Array
+    scores: PendingScores
     dispatched_at: float
 
 
@@ -236,10 +238,11 @@ class StepLoop:
     def _dispatch(self, round_number: int, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
-        outputs = self._programs.run(built)
+        outputs, hidden = self._programs.run(built)
+        scores = self._programs.scorer.dispatch(built, hidden)
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
-        self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
+        self._in_flight.append(_InFlight(round_number, built, outputs, scores, time.perf_counter()))
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
@@ -254,13 +257,15 @@ class StepLoop:
             self._queued.discard(sample.request.request_id)
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
-                self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
+                looked_up = sample.request.prompt_scores is None
+                self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index], looked_up=looked_up)
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
 
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.outputs))
+        step.scores.land()
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         self._stats.observe_step(time.perf_counter() - step.dispatched_at)

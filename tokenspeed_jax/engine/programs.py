@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from tokenspeed_jax.cache.resident_tables import EARLY_ENTRIES, Tables, apply_ch
 from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
 from tokenspeed_jax.engine.compilation_cache import CacheHits
+from tokenspeed_jax.engine.prompt_scorer import PromptScorer
 from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
@@ -34,6 +35,7 @@ class StepPrograms:
     Attributes:
         weights: an argument of every step and never donated.
         max_model_len: padded length of token lists handed to `begin_request`.
+        scorer: scores prompts from the hidden rows of steps.
     """
 
     model: StepModel
@@ -43,6 +45,9 @@ class StepPrograms:
     _steps: dict[Bucket, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
+
+    def __post_init__(self) -> None:
+        self.scorer = PromptScorer(self.model.structure, self.weights, self.model.precision)
 
     def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> int:
         """Compiles every bucket and runs none. Errors of the compiler propagate.
@@ -54,16 +59,22 @@ class StepPrograms:
         arena = self.model.arena
         others = [self._compile_begin, self._compile_update, arena.compile_copies]
         others += [arena.compile_zeroing] if arena.requires_block_zeroing else []
+        unscored = {layout.bucket.tokens for layout in layouts if layout.bucket.mode == "extend"}
+        num_programs = len(layouts) + len(others) + len(unscored)
         with (
             hits.listening(),
             ThreadPoolExecutor(_PARALLEL_COMPILATIONS, initializer=hits.watch_this_thread) as pool,
-            tqdm(total=len(layouts) + len(others), desc="Compiling steps", disable=not progress) as bar,
+            tqdm(total=num_programs, desc="Compiling steps", disable=not progress) as bar,
         ):
             futures: dict[Future[Any], Bucket | None] = {}
             # Lowered here, one after the other and always in this order: jax 0.11 numbers the Mosaic kernels of a
             # process as it lowers them, and these numbers are part of the key under which it keeps a program.
             for layout in layouts:
-                futures[pool.submit(self._lower(layout).compile)] = layout.bucket
+                lowered = self._lower(layout)
+                futures[pool.submit(lowered.compile)] = layout.bucket
+                if layout.bucket.tokens in unscored and layout.bucket.mode == "extend":
+                    unscored.remove(layout.bucket.tokens)
+                    futures[pool.submit(self._lower_scorer(lowered))] = None
             futures |= {pool.submit(item): None for item in others}
             for future in as_completed(futures):
                 bucket = futures[future]
@@ -79,17 +90,30 @@ class StepPrograms:
             self._steps[layout.bucket] = self._lower(layout).compile()
         return self._steps[layout.bucket]
 
-    def run(self, built: BuiltBatch) -> jax.Array:
-        """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
+    def measured_workspace(self, layout: BatchLayout) -> int:
+        """Temporaries of an extend step and of the scoring of its rows, both of which this compiles."""
+        lowered = self._lower(layout)
+        self._steps[layout.bucket] = lowered.compile()
+        self._lower_scorer(lowered)()
+        return self.workspace_bytes
+
+    def run(self, built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
+        """Dispatches one step without waiting for it.
+
+        Returns:
+            Its packed outputs (see `step.unpack_outputs`), and the hidden rows of a step that feeds prompts.
+        """
         arena = self.model.arena
         for changes in built.early_changes:
             update = self._update_tables or self._compile_update()
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
-        arena.planes, self.device_state, outputs = step(self.weights, arena.planes, self.device_state, built.buffer)
+        arena.planes, self.device_state, outputs, hidden = step(
+            self.weights, arena.planes, self.device_state, built.buffer
+        )
         outputs.copy_to_host_async()
-        return outputs
+        return outputs, hidden
 
     def begin_request(self, slot: int, sample: SampleState, blocked: np.ndarray) -> None:
         """Sets a slot's token counts, bias and stop mask for a sample whose parameters need them.
@@ -112,12 +136,15 @@ class StepPrograms:
     def compilations(self) -> int:
         """Programs compiled so far."""
         others = (self._begin, self._update_tables)
-        return len(self._steps) + sum(item is not None for item in others) + self.model.arena.compilations
+        once = sum(item is not None for item in others)
+        return len(self._steps) + once + self.scorer.compilations + self.model.arena.compilations
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporaries of the costliest program compiled so far."""
-        return max((step.memory_analysis().temp_size_in_bytes for step in self._steps.values()), default=0)
+        """Temporaries of the costliest program compiled so far, and the hidden rows that it makes or reads."""
+        steps = (step.memory_analysis() for step in self._steps.values())
+        own = (step.temp_size_in_bytes + step.output_size_in_bytes - step.alias_size_in_bytes for step in steps)
+        return max(self.scorer.workspace_bytes, *own, 0)
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))
@@ -126,6 +153,11 @@ class StepPrograms:
         state = jax.tree.map(_shape_of, self.device_state)
         with jax.default_matmul_precision(self.model.precision):
             return step.lower(self.weights, planes, state, buffer)
+
+    def _lower_scorer(self, step: jax.stages.Lowered) -> Callable[[], None]:
+        """What compiles the scorer of an extend step's hidden rows."""
+        hidden = step.out_info[-1]
+        return self.scorer.lower(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype))
 
     def _compile_update(self) -> Any:
         groups = self.model.router.group_ids

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs, PromptScores
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ class SampleState:
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
+        has_told_prompt: a delta has carried the prompt's log-probabilities.
     """
 
     scheduler_id: str
@@ -40,6 +42,7 @@ class SampleState:
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
+    has_told_prompt: bool = False
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
@@ -82,7 +85,16 @@ class SampleState:
             top_logprobs=top_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            prompt_logprobs=self._untold_prompt_logprobs(),
         )
+
+    def _untold_prompt_logprobs(self) -> PromptLogprobs | None:
+        scores = self.request.prompt_scores
+        if scores is None or self.has_told_prompt:
+            return None
+        whole = scores.whole()
+        self.has_told_prompt = whole is not None
+        return whole
 
 
 @dataclass(eq=False)
@@ -92,6 +104,7 @@ class RequestState:
     Attributes:
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
+        prompt_scores: where the prompt's log-probabilities are gathered; None when nobody asks for them.
     """
 
     request_id: str
@@ -102,6 +115,10 @@ class RequestState:
     on_delta: DeltaSink
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        count = self.params.prompt_logprobs
+        self.prompt_scores = None if count is None else PromptScores(self.prompt_token_ids, count)
 
     @property
     def finished(self) -> bool:

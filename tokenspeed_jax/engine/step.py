@@ -1,4 +1,4 @@
-"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs)`.
+"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs, hidden)`.
 
 Planes and device state are donated, so a step updates the arena in place. The sampled token of each slot stays in
 the device state: the next step takes its input from there, and the host may plan that step before this one landed.
@@ -71,16 +71,19 @@ class StepModel:
     precision: str | None
 
 
-def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Planes, DeviceState, jax.Array]]:
+def build_step(
+    model: StepModel, layout: BatchLayout
+) -> Callable[..., tuple[Planes, DeviceState, jax.Array, jax.Array | None]]:
     """The step function of one bucket, to be jitted with `planes` and `device_state` donated.
 
-    Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`.
+    Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`. The last thing it returns is
+    what the model made of every token, for `PromptScorer`; None in decode mode, which feeds no prompts.
     """
     bucket = layout.bucket
 
     def step(
         weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
-    ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"]]:
+    ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"], Float[Array, "tokens hidden"] | None]:
         batch = layout.unpack(buffer)
         module = model.structure.module(weights)
         if bucket.mode == "decode":
@@ -105,13 +108,14 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., tuple[Pla
             implementation=model.attention_implementation,
         )
         hidden = module(tokens, positions, attention)
+        every_hidden = hidden if bucket.mode == "extend" else None
         if bucket.mode == "extend":
             hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
         result, sampling = _draw(module.logits(hidden), batch.sampling, device_state.sampling, bucket.sampling)
         # Rows that draw nothing write the padding slot.
         target = jnp.where(batch.sampling.samples, slots, 0)
         last_tokens = device_state.last_tokens.at[target].set(result.token)
-        return attention.planes, DeviceState(last_tokens, sampling, tables), _pack_outputs(result)
+        return attention.planes, DeviceState(last_tokens, sampling, tables), _pack_outputs(result), every_hidden
 
     return step
 

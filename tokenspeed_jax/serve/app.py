@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
@@ -36,7 +37,7 @@ from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
 from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateRequest
-from tokenspeed_jax.serve.protocol.logprobs import TokenNames
+from tokenspeed_jax.serve.protocol.logprobs import TokenNames, check_num_prompt_logprobs
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from tokenspeed_jax.serve.reply_format import ReplyFormat
@@ -205,7 +206,10 @@ class ModelServer:
                 choices = await while_connected(request.receive, generation.finish())
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return Response(reply.body(choices), headers=headers, media_type=_JSON)
+        # Whole prompts are too much to encode between two events of other streams.
+        is_long = params.prompt_logprobs is not None
+        body = await run_in_threadpool(reply.body, choices) if is_long else reply.body(choices)
+        return Response(body, headers=headers, media_type=_JSON)
 
     def _prompts(self, parsed: AnyRequest, params: SamplingParams) -> list[list[int]]:
         try:
@@ -218,6 +222,7 @@ class ModelServer:
                 param=parsed.names.get("prompt", "prompt"),
                 code="invalid_value",
             )
+        check_num_prompt_logprobs(prompts, params, parsed.names.get("prompt", "prompt"))
         return prompts
 
     def _check_model(self, name: str | None) -> None:
@@ -237,11 +242,15 @@ class ModelServer:
 
 
 async def _events(generation: Generation, reply: AnyReply, includes_usage: bool) -> AsyncIterator[bytes]:
-    async for batch in generation.batches():
+    def encoded(batch: list[tuple[int, RequestDelta]]) -> bytes:
         # What one step brought goes out in one piece: a write per event would cost more than the event.
-        chunks = [event(chunk) for index, delta in batch for chunk in reply.chunks(index, delta)]
+        return b"".join([event(chunk) for index, delta in batch for chunk in reply.chunks(index, delta)])
+
+    async for batch in generation.batches():
+        is_long = any(delta.prompt_logprobs is not None for _, delta in batch)
+        chunks = await run_in_threadpool(encoded, batch) if is_long else encoded(batch)
         if chunks:
-            yield b"".join(chunks)
+            yield chunks
     if includes_usage and not isinstance(reply, GenerateReply):  # whose every chunk has the counts
         yield event(reply.usage_chunk(generation.choices))
     yield DONE
