@@ -1,5 +1,6 @@
 # make serve [MODEL=folder, GGUF file or hub id] [ARGS="--port 9000 ..."]   set up, then serve (a demo model without MODEL)
 # make test                                                               set up, then every test that needs no GPU
+# make test-page                                                          the status page in Chromium, where there is one
 # make lint, make test-cpp                                                the checks of .ci/run one by one
 # make fuzz [FUZZ_SECONDS=...]                                            fuzz the scheduler's calls, with clang
 # make setup                                                              only set up; `make clean` undoes it
@@ -10,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: serve test lint test-cpp test-threads fuzz setup clean
+.PHONY: serve test test-page lint test-cpp test-threads fuzz setup clean
 
 MODEL ?=
 ARGS ?=
@@ -36,7 +37,11 @@ else
 endif
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu and not long" --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest --ignore=tests/gpu -m "not gpu and not long and not browser" --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	echo "The status page is tested in a browser by \`make test-page\`, which needs Chromium."
+
+test-page: $(INSTALLED)
+	$(PYTHON) -m pytest -m browser tests/serve $(ARGS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -14,7 +14,9 @@ ABSENT = (
     "prometheus_client",
     "h11",
     "llguidance",
+    "opentelemetry",
     "openai",
+    "anthropic",
 )
 
 PROGRAM = """

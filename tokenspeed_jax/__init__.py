@@ -6,6 +6,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput, Sample
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest, ProfilerError
+from tokenspeed_jax.kv_events import KVEventsConfig
 
 __all__ = [
     "CheckpointError",
@@ -14,6 +15,7 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "InvalidRequest",
+    "KVEventsConfig",
     "ProfilerError",
     "RequestDelta",
     "RequestOutput",

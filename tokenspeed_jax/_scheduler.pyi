@@ -277,7 +277,15 @@ class PD:
         def request_id(self) -> str: ...
 
 class KVEvent:
+    """Prefixes that came into the device cache, or left it.
+
+    With a full-history group in the configuration, a page is there when all such groups have it, whatever the windows
+    and states hold; without, when all groups do.
+    """
+
     class BlockStored:
+        """One page. `cache_salt` is that of the requests that share it, on a prompt's first page only."""
+
         @property
         def kind(self) -> str: ...
         @property
@@ -288,6 +296,8 @@ class KVEvent:
         def token_ids(self) -> list[int]: ...
         @property
         def block_size(self) -> int: ...
+        @property
+        def cache_salt(self) -> str: ...
 
     class BlockRemoved:
         @property
@@ -471,6 +481,12 @@ class Scheduler:
     def active_lcm_blocks(self) -> int: ...
     def available_lcm_blocks(self) -> int:
         """Empty and evictable parents. O(1), as are the other two counts."""
+    def lcm_block_uses(self) -> npt.NDArray[np.int32]:
+        """What each parent is taken for, int32 [usable parents], a copy.
+
+        0 for an empty parent; g + 1 for one with a block of group g that a request holds; -(g + 1) for one whose blocks
+        of group g are only cached or being copied. Groups count as in `SchedulerConfig.cache_groups`. A scan.
+        """
     def host_cached_blocks(self) -> int:
         """Host blocks that a prompt can hit."""
     def host_pinned_blocks(self) -> int:
@@ -483,6 +499,12 @@ class Scheduler:
     def max_single_request_tokens(self) -> int: ...
     def cache_group_total_pages(self, group_id: str) -> int: ...
     def cache_group_available_pages(self, group_id: str) -> int: ...
+    def cache_group_hit_tokens(self, group_id: str) -> int:
+        """Tokens that prompts took over from the group's cached blocks when they were admitted, since the start.
+
+        Of a group of whole history that is the whole hit, of a window its end, of states one block, of a replayable
+        group nothing. Prompts that start again after a retraction count again; forks look nothing up.
+        """
     def clear_l1_cache(self) -> bool:
         """Drops what the device caches, and all storage keys; False while a request holds any or a copy is out."""
     def clear_cache(self) -> bool:

@@ -80,7 +80,8 @@ void BindResidencyEvents(py::module_& module) {
       .def_readonly("block_hashes", &BlockStoredEvent::block_hashes)
       .def_readonly("parent_block_hash", &BlockStoredEvent::parent_block_hash)
       .def_readonly("token_ids", &BlockStoredEvent::token_ids)
-      .def_readonly("block_size", &BlockStoredEvent::block_size);
+      .def_readonly("block_size", &BlockStoredEvent::block_size)
+      .def_readonly("cache_salt", &BlockStoredEvent::cache_salt);
   py::class_<BlockRemovedEvent>(residency, "BlockRemoved")
       .def_property_readonly("kind", [](const BlockRemovedEvent&) { return "BlockRemoved"; })
       .def_readonly("block_hashes", &BlockRemovedEvent::block_hashes);

@@ -152,6 +152,11 @@ py::dict BlockTableArrays(GuardedScheduler& self) {
   return arrays;
 }
 
+py::array_t<int32_t> LcmBlockUses(GuardedScheduler& self) {
+  const std::vector<int32_t> uses = self.Use([](Scheduler& scheduler) { return scheduler.LcmBlockUses(); });
+  return py::array_t<int32_t>(static_cast<py::ssize_t>(uses.size()), uses.data());
+}
+
 std::vector<std::string> HashTokens(GuardedScheduler& self, const std::vector<int32_t>& tokens,
                                     const py::str& cache_salt) {
   const std::string salt = Utf8(cache_salt);
@@ -206,6 +211,7 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("empty_lcm_blocks", Guarded(&Scheduler::EmptyLcmBlocks))
       .def("active_lcm_blocks", Guarded(&Scheduler::ActiveLcmBlocks))
       .def("available_lcm_blocks", Guarded(&Scheduler::AvailableLcmBlocks))
+      .def("lcm_block_uses", &LcmBlockUses)
       .def("host_cached_blocks", Guarded(&Scheduler::HostCachedBlocks))
       .def("host_pinned_blocks", Guarded(&Scheduler::HostPinnedBlocks))
       .def("host_empty_lcm_blocks", Guarded(&Scheduler::HostEmptyLcmBlocks))
@@ -213,7 +219,8 @@ void BindGauges(SchedulerClass& scheduler) {
       .def("request_token_size", &TokenSize, py::arg("request_id"))
       .def("max_single_request_tokens", Guarded(&Scheduler::MaxSingleRequestTokens))
       .def("cache_group_total_pages", Guarded(&Scheduler::GroupTotalPages), py::arg("group_id"))
-      .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"));
+      .def("cache_group_available_pages", Guarded(&Scheduler::GroupAvailablePages), py::arg("group_id"))
+      .def("cache_group_hit_tokens", Guarded(&Scheduler::GroupHitTokens), py::arg("group_id"));
 }
 
 void BindCacheControl(SchedulerClass& scheduler) {

@@ -53,6 +53,7 @@ CacheCoordinator::CacheCoordinator(int32_t prefix_granularity, int32_t num_lcm_b
   int64_t num_host_blocks = 0;
   for (const CacheGroup& group : groups_) {
     replay_window_ = std::max(replay_window_, group.geometry().ReplayWindow());
+    has_closed_group_ |= group.kind() == CacheGroupKind::kFullAttention;
     num_host_blocks += int64_t{host_.num_lcm_blocks} * group.allocator().packing();
     TOKENSPEED_CHECK(!host_.has_storage || group.allocator().shard_count() == 1,
                      "an external store does not know of shards");
@@ -323,7 +324,8 @@ BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& ha
   std::size_t cached = 0;
   std::size_t total = 0;
   for (const CacheGroup& group : groups_) {
-    if (!group.SharesPrefixes()) continue;
+    const bool counts = has_closed_group_ ? group.kind() == CacheGroupKind::kFullAttention : group.SharesPrefixes();
+    if (!counts) continue;
     const std::vector<CacheKey> keys = group.ExpandKeys({&hash, 1});
     total += keys.size();
     cached += static_cast<std::size_t>(std::count_if(

@@ -178,7 +178,8 @@ class CacheCoordinator {
   // Sees everything that is cached.
   PrefixWatch& watch() { return watch_; }
 
-  // How many of the boundary's keys, over all groups and offsets, are cached.
+  // How many of the boundary's keys, over all offsets of the closed groups, are cached. The pages of these are a chain
+  // without gaps; a sliding window and a state keep but some of them. Without a closed group, over all groups.
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:
@@ -236,6 +237,7 @@ class CacheCoordinator {
   AdmissionPlanner planner_;
   PrefixProbe neutral_probe_;
   int32_t replay_window_ = 0;  // the longest of all groups
+  bool has_closed_group_ = false;
   uint64_t last_epoch_ = 0;
   std::vector<CacheKey> pending_stores_;
   std::vector<int32_t> growth_;  // kept for its memory alone, as is new_keys_

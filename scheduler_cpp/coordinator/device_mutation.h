@@ -15,7 +15,7 @@ namespace tokenspeed {
 enum class DeviceMutation : uint8_t { kStored, kRemoved };
 using DeviceMutationSink = std::function<void(const CacheKey&, DeviceMutation)>;
 
-// How much of a prefix boundary is cached.
+// How much of a prefix boundary is cached, in the groups that count (CacheCoordinator::DeviceBoundaryResidency).
 enum class BoundaryResidency : uint8_t { kNone, kPartial, kComplete };
 
 }  // namespace tokenspeed

@@ -263,6 +263,15 @@ int32_t BlockPool::NextFreeSlot(const Group& group, const Parent& parent, int32_
   return group.packing;
 }
 
+std::vector<int32_t> BlockPool::LcmBlockUses() const {
+  std::vector<int32_t> uses(static_cast<std::size_t>(num_parents_), 0);
+  for (int32_t id = 1; id < first_unopened_; ++id) {
+    const Parent& parent = parents_[id];
+    uses[id - 1] = parent.handles > parent.passive ? parent.group_plus_one : -parent.group_plus_one;
+  }
+  return uses;
+}
+
 int32_t BlockPool::Packing(int32_t group) const { return GroupAt(group).packing; }
 
 int32_t BlockPool::NumFreeSlots(int32_t group) const { return GroupAt(group).free_slots; }

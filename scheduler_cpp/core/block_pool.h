@@ -74,6 +74,9 @@ class BlockPool {
   bool IsEvictable(int32_t lcm_block_id) const;
   // Parents with a block that somebody owns beside its cache and the transfers in flight.
   int32_t NumActiveLcmBlocks() const { return num_active_parents_; }
+  // What each parent is taken for, the first one first: 0 for an empty one; g + 1 for one of group g that is active, and
+  // -(g + 1) for one that only its cache and transfers hold. A scan of the parents that were ever opened.
+  std::vector<int32_t> LcmBlockUses() const;
   int32_t Packing(int32_t group) const;
   // Unoccupied slots in parents bound to `group`.
   int32_t NumFreeSlots(int32_t group) const;

@@ -125,6 +125,7 @@ class Request {
   std::span<const int32_t> SubmittedTokens() const {
     return {tokens_.data(), static_cast<std::size_t>(submitted_size_)};
   }
+  std::string CacheSalt() const { return chain_keys_.empty() ? std::string() : chain_keys_.front(); }
   // Whether a request of this salt and version would share prefixes with this one.
   bool SharesPrefixesUnder(const std::string& cache_salt, const std::string& weight_version) const {
     return chain_keys_ == ChainKeys(cache_salt, weight_version);

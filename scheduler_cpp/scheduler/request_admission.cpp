@@ -4,6 +4,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <string>
 #include <utility>
 
 namespace tokenspeed {
@@ -18,7 +19,8 @@ RequestAdmission::RequestAdmission(const SchedulerConfig& config, CacheCoordinat
       slots_(slots),
       resident_tables_(tables),
       book_(book),
-      ledger_(ledger) {}
+      ledger_(ledger),
+      num_hit_tokens_(config.cache_groups.size(), 0) {}
 
 void RequestAdmission::DescribePages(Request& request, int32_t first_page, int32_t num_pages) {
   if (ledger_ == nullptr) return;
@@ -26,8 +28,9 @@ void RequestAdmission::DescribePages(Request& request, int32_t first_page, int32
   const auto hashes = request.PrefixHashes(config_.prefix_granularity, num_pages);
   const auto event_hashes = request.EventHashes(config_.prefix_granularity, num_pages);
   const std::span<const int32_t> tokens = request.tokens();
+  const std::string cache_salt = request.CacheSalt();
   for (auto page = static_cast<std::size_t>(first_page); page < hashes.size(); ++page) {
-    ledger_->Describe(hashes[page], event_hashes, page, tokens.subspan(page * width, width));
+    ledger_->Describe(hashes[page], event_hashes, page, tokens.subspan(page * width, width), cache_salt);
   }
 }
 
@@ -83,6 +86,19 @@ std::vector<TokenDemand> RequestAdmission::Demands(int32_t before, int32_t num_t
 void RequestAdmission::RecordSnapshot(CacheProgress& progress, int32_t end) const {
   if (!chunk_rules_.has_state_group) return;
   progress.Record(end - end % config_.prefix_granularity, config_.prefix_granularity);
+}
+
+void RequestAdmission::CountHits(const PrefixProbe& probe) {
+  const auto blocks = [](const ConvergedPrefix& tier, std::size_t g) -> int64_t {
+    return g < tier.masks.size() ? std::ranges::count(tier.masks[g], uint8_t{1}) : 0;
+  };
+  for (std::size_t g = 0; g < num_hit_tokens_.size(); ++g) {
+    const GroupGeometry& geometry = coordinator_.group(static_cast<int32_t>(g)).geometry();
+    num_hit_tokens_[g] += (blocks(probe.device, g) + blocks(probe.host, g)) * geometry.block_granularity();
+    if (probe.partial.num_tokens == 0) continue;
+    const int32_t first_read = geometry.FirstReadBlock(probe.prefix_tokens(), probe.resume_tokens());
+    num_hit_tokens_[g] += std::max(probe.resume_tokens() - first_read * geometry.block_granularity(), 0);
+  }
 }
 
 std::optional<CompletedPages> RequestAdmission::CompletePages(Request& request, int32_t frontier,
@@ -190,6 +206,7 @@ RequestAdmission::FirstChunkOutcome RequestAdmission::FirstChunkAfter(const Pref
   progress.access_epoch = admitted->access_epoch;
   progress.promotion_boundary_tokens = promotion;
   if (chunk_rules_.has_state_group && promotion > 0) num_checkpoint_lost_tokens_ += promotion - hit;
+  CountHits(probe);
   RecordSnapshot(progress, begin + chunk);
   resources->covered_tokens = int64_t{begin} + chunk;
   const PrefillWindow window{

@@ -15,6 +15,7 @@
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_ADMISSION_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_ADMISSION_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -65,6 +66,9 @@ class RequestAdmission {
   int64_t MinPrefillTokens() const { return chunk_rules_.MinChunkTokens(); }
   // Tokens that the groups of whole history held of prompts admitted beside a state group, but no snapshot covered.
   int64_t num_checkpoint_lost_tokens() const { return num_checkpoint_lost_tokens_; }
+  // Tokens that the group's cached blocks held of what prompts took over: all of a hit in a group of whole history, the
+  // end of it in a window, one block in a group of states, none in a replayable group. Forks look nothing up.
+  int64_t num_hit_tokens(std::size_t group) const { return num_hit_tokens_[group]; }
 
   // The first chunk of a waiting request, or the next one of a prefilling request, computed here.
   AdmissionOutcome Prefill(Request& request, int64_t budget, FreshBlocks& fresh, BlockCopies& copies);
@@ -118,6 +122,8 @@ class RequestAdmission {
   std::optional<CompletedPages> CompletePages(Request& request, int32_t frontier, CacheProgress& progress);
   // Notes the snapshot that a chunk ending at `end` writes at the last boundary inside it.
   void RecordSnapshot(CacheProgress& progress, int32_t end) const;
+  // Adds what an admission took over to `num_hit_tokens_`.
+  void CountHits(const PrefixProbe& probe);
   void DescribePages(Request& request, int32_t first_page, int32_t num_pages);
   void QueueForStore(Request& request, int32_t num_pages);
 
@@ -130,6 +136,7 @@ class RequestAdmission {
   RequestBook& book_;
   ResidencyLedger* ledger_;
   int64_t num_checkpoint_lost_tokens_ = 0;
+  std::vector<int64_t> num_hit_tokens_;  // per group
 };
 
 }  // namespace tokenspeed

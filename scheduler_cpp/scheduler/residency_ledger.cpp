@@ -49,7 +49,8 @@ std::size_t ResidencyLedger::ContentHasher::operator()(const PrefixHash& hash) c
 }
 
 void ResidencyLedger::Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes,
-                               std::size_t page, std::span<const int32_t> page_tokens) {
+                               std::size_t page, std::span<const int32_t> page_tokens,
+                               const std::string& cache_salt) {
   const auto [entry, fresh] = boundaries_.try_emplace(content_hash);
   Boundary& boundary = entry->second;
   if (!fresh) {
@@ -59,7 +60,11 @@ void ResidencyLedger::Describe(const PrefixHash& content_hash, std::span<const u
   }
   boundary.tokens.assign(page_tokens.begin(), page_tokens.end());
   boundary.event_hash = event_hashes[page];
-  if (page > 0) boundary.parent_hash = event_hashes[page - 1];
+  if (page > 0) {
+    boundary.parent_hash = event_hashes[page - 1];
+  } else {
+    boundary.cache_salt = cache_salt;
+  }
   boundary.depth = page;
   Mark(content_hash);
 }
@@ -121,7 +126,8 @@ std::vector<ResidencyEvent> ResidencyLedger::Drain(const CacheCoordinator& coord
                           BlockStoredEvent{{boundary.event_hash},
                                            boundary.parent_hash,
                                            boundary.tokens,
-                                           coordinator.prefix_granularity()});
+                                           coordinator.prefix_granularity(),
+                                           boundary.cache_salt});
       continue;
     }
     removed.emplace_back(boundary.depth, BlockRemovedEvent{{boundary.event_hash}});

@@ -1,5 +1,7 @@
-// ResidencyLedger: tells an outside router which prefixes are wholly in the device cache. One event describes one
-// prefix boundary, whatever the number of groups and blocks behind it.
+// ResidencyLedger: tells an outside router which prefixes are in the device cache. One event describes one prefix
+// boundary, whatever the number of groups and blocks behind it. Of a model with a closed group (full attention) it is
+// there when that group has it: a router follows chains of pages, and these have no gaps. A window or a state may be
+// missing behind it, so that a hit is shorter than what was published.
 //
 // Invariants:
 // - After a drain the published boundaries are exactly the completely resident ones, unless some were dropped.
@@ -34,6 +36,7 @@ struct BlockStoredEvent {
   std::optional<uint64_t> parent_block_hash;
   std::vector<int32_t> token_ids;
   int32_t block_size = 0;  // tokens
+  std::string cache_salt = {};  // of a chain's first page; empty for the others, and for none
 };
 
 struct BlockRemovedEvent {
@@ -53,10 +56,10 @@ class ResidencyLedger {
  public:
   explicit ResidencyLedger(int32_t max_stored) : max_stored_(static_cast<std::size_t>(max_stored)) {}
 
-  // Describes prefix page number `page` of a prompt. `event_hashes` covers the pages up to and including it. To be
-  // called before the page can be published; repeating it changes nothing.
+  // Describes prefix page number `page` of a prompt with this salt. `event_hashes` covers the pages up to and including
+  // it. To be called before the page can be published; repeating it changes nothing.
   void Describe(const PrefixHash& content_hash, std::span<const uint64_t> event_hashes, std::size_t page,
-                std::span<const int32_t> page_tokens);
+                std::span<const int32_t> page_tokens, const std::string& cache_salt);
 
   // Keeps the description although nothing of the boundary is resident: its blocks are on their way, and are published
   // without being described again. As many calls of StopWaiting must follow.
@@ -77,6 +80,7 @@ class ResidencyLedger {
  private:
   struct Boundary {
     std::vector<int32_t> tokens;
+    std::string cache_salt;
     uint64_t event_hash = 0;
     std::optional<uint64_t> parent_hash;
     std::size_t depth = 0;

@@ -263,6 +263,10 @@ int64_t Scheduler::GroupAvailablePages(const std::string& group_id) const {
   return coordinator_.NumAvailableBlocks(static_cast<int32_t>(GroupIndex(group_id)));
 }
 
+int64_t Scheduler::GroupHitTokens(const std::string& group_id) const {
+  return admission_.num_hit_tokens(GroupIndex(group_id));
+}
+
 std::vector<std::string> Scheduler::PrefixHashesForTokens(std::span<const int32_t> tokens,
                                                           const std::string& cache_salt) const {
   ValidateChainKey("cache_salt", cache_salt);

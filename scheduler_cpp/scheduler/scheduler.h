@@ -89,12 +89,16 @@ class Scheduler {
   int32_t EmptyLcmBlocks() const { return coordinator_.NumEmptyLcmBlocks(); }
   int32_t ActiveLcmBlocks() const { return coordinator_.NumActiveLcmBlocks(); }
   int32_t AvailableLcmBlocks() const { return coordinator_.NumAvailableLcmBlocks(); }
+  // As BlockPool::LcmBlockUses, of the device. A scan.
+  std::vector<int32_t> LcmBlockUses() const { return coordinator_.device_pool().LcmBlockUses(); }
   // Prompt and landed output; -1 for an unknown id.
   int32_t RequestTokenSize(const std::string& request_id) const;
   int32_t MaxSingleRequestTokens() const { return max_single_request_tokens_; }
   // Throw std::out_of_range for an unknown group.
   int32_t GroupTotalPages(const std::string& group_id) const;
   int64_t GroupAvailablePages(const std::string& group_id) const;
+  // Tokens that prompts took over from the group's cached blocks, since the start.
+  int64_t GroupHitTokens(const std::string& group_id) const;
 
   // Host blocks that can be hit, those that no eviction can take, and empty host parents. The first two are scans.
   int32_t HostCachedBlocks() const { return coordinator_.NumHostCachedBlocks(); }

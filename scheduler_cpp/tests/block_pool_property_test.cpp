@@ -170,7 +170,10 @@ class Comparison {
   void Compare() {
     EXPECT_EQ(pool_.NumEmptyLcmBlocks(), static_cast<int32_t>(model_.Empty().size()));
     int32_t bound = 0;
+    const std::vector<int32_t> uses = pool_.LcmBlockUses();
+    EXPECT_EQ(static_cast<int32_t>(uses.size()), num_parents_);
     for (int32_t id = 1; id <= num_parents_; ++id) {
+      EXPECT_EQ(uses[id - 1], model_.BoundGroup(id) + 1);  // whoever holds a block here is no cache
       EXPECT_EQ(pool_.BoundGroup(id), model_.BoundGroup(id));
       EXPECT_TRUE(pool_.OccupiedLocations(id) == model_.Occupied(id));
       EXPECT_EQ(pool_.OccupiedCount(id), static_cast<int32_t>(model_.Occupied(id).size()));

@@ -182,6 +182,34 @@ TEST(BlockPool, handles_share_move_and_swap) {
   EXPECT_EQ(pool.NumEmptyLcmBlocks(), 1);
 }
 
+struct Cache final : CachedBlock {
+  void OnUnpinned() noexcept override {}
+  void OnPinned() noexcept override {}
+};
+
+TEST(BlockPool, uses_tell_what_requests_hold_from_what_is_only_cached_or_copied) {
+  BlockPool pool(5, {1, 2});
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>(5, 0)));
+  auto whole = pool.AcquireBlocks(0, 2);
+  auto halves = pool.AcquireBlocks(1, 2);
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>{1, 1, 2, 0, 0}));
+  Cache cache;
+  const CacheBlockRef request = whole[0];
+  pool.SetCached(whole[0], &cache);
+  pool.SetCached(whole[1], &cache);
+  pool.SetCached(halves[0], &cache);
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>{1, -1, 2, 0, 0})) << "the other half has a request still";
+  pool.BeginTransfer(halves[1]);
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>{1, -1, -2, 0, 0}));
+  for (const CacheBlockRef& block : whole) pool.SetCached(block, nullptr);
+  whole.clear();
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>{1, 0, -2, 0, 0}));
+  pool.EndTransfer(halves[1]);
+  EXPECT_EQ(pool.LcmBlockUses(), (std::vector<int32_t>{1, 0, 2, 0, 0}));
+  pool.SetCached(halves[0], nullptr);
+  EXPECT_EQ(BlockPool(0, {1}).LcmBlockUses(), std::vector<int32_t>());
+}
+
 TEST(BlockPool, unbalanced_acquisition_of_a_sharded_group_is_ordinary) {
   BlockPool pool(2, {6});
   pool.RegisterGroup(0, 6, 3);

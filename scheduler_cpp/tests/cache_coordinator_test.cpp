@@ -545,7 +545,7 @@ TEST(CacheCoordinator, clearing_is_refused_while_a_cached_block_is_in_use) {
 }
 
 TEST(CacheCoordinator, residency_folds_groups_and_offsets) {
-  Cache c(4, 8, {Full(4), Window(9, 2, 2)});
+  Cache c(4, 8, {Window(9, 4), Window(9, 2, 2)});
   const auto pages = Hashes(1, 2);
   EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kNone);
   Request r;
@@ -555,6 +555,18 @@ TEST(CacheCoordinator, residency_folds_groups_and_offsets) {
   c.coordinator.CacheFullBlocks(r.tables, std::span(pages).first(1), r.epoch, 0, BoundaryKind::kChunk);
   EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kComplete);
   EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[1]) == BoundaryResidency::kNone);
+  c.coordinator.Free(r.tables);
+}
+
+TEST(CacheCoordinator, residency_is_that_of_the_closed_groups_where_there_are_any) {
+  Cache c(4, 8, {Full(2, 2), Window(9, 4)});
+  const auto pages = Hashes(1, 2);
+  Request r;
+  ASSERT_TRUE(c.Admit(r, {Dense(4), Dense(4)}).has_value());
+  c.PublishIn(1, r, std::span(pages).first(1), 0, BoundaryKind::kChunk);
+  EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kNone);
+  c.PublishIn(0, r, std::span(pages).first(1), 0, BoundaryKind::kChunk);
+  EXPECT_TRUE(c.coordinator.DeviceBoundaryResidency(pages[0]) == BoundaryResidency::kComplete);
   c.coordinator.Free(r.tables);
 }
 

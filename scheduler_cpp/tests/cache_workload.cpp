@@ -355,6 +355,12 @@ void CacheWorkload::CheckGauges() const {
     }
   }
   EXPECT_EQ(cache_.NumActiveLcmBlocks(), static_cast<int32_t>(active.size()));
+  std::vector<int32_t> uses;
+  for (int32_t parent = 1; parent <= pool.NumLcmBlocks(); ++parent) {
+    const int32_t group_plus_one = pool.BoundGroup(parent) + 1;
+    uses.push_back(active.contains(parent) ? group_plus_one : -group_plus_one);
+  }
+  EXPECT_EQ(pool.LcmBlockUses(), uses);
 }
 
 CacheWorkload::Image CacheWorkload::Snapshot(const Request& request) const {

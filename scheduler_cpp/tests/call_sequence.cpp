@@ -448,6 +448,7 @@ std::vector<int64_t> CallSequence::Gauges(const Scheduler& scheduler) const {
                                  scheduler.HostPinnedBlocks(),   scheduler.HostEmptyLcmBlocks()};
   for (const CacheGroupConfig& group : config_.cache_groups) {
     gauges.push_back(scheduler.GroupAvailablePages(group.group_id));
+    gauges.push_back(scheduler.GroupHitTokens(group.group_id));
   }
   for (int id = 0; id < 10; ++id) gauges.push_back(scheduler.RequestTokenSize("r" + std::to_string(id)));
   return gauges;

@@ -9,9 +9,9 @@ from tokenspeed_jax.commands.main import main
 from .server_process import ServerProcess
 
 COUNTERS = {
-    "prompt_tokens": "tokenspeed:prompt_tokens_total",
-    "output_tokens": "tokenspeed:generation_tokens_total",
-    "cached_tokens": "tokenspeed:prefix_cache_hits_total",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "output_tokens": "vllm:generation_tokens_total",
+    "cached_tokens": "vllm:prefix_cache_hits_total",
 }
 
 

@@ -77,3 +77,15 @@ def test_server_info_reports_the_groups_of_the_start(server: ServerProcess) -> N
         assert f"group {group['group_id']}: " in printed
         assert f"capacity {group['capacity']} {group['unit']}" in printed
     assert json.loads(server.get("/ready")) == {"status": "ready"}
+
+
+def test_the_installed_server_has_the_page_and_its_figures(server: ServerProcess) -> None:
+    assert '<script type="module" src="status-page/main.js">' in server.get("/")
+    assert "getJson" in server.get("/status-page/main.js")
+    status = json.loads(server.get("/status"))
+    memory = json.loads(server.get("/server_info"))["memory"]
+    pool = status["pool"]
+    assert pool["parents"] == memory["num_parents"]
+    assert [group["group_id"] for group in pool["groups"]] == [group["group_id"] for group in memory["groups"]]
+    taken = sum(group["in_use"] + group["cached"] for group in pool["groups"])
+    assert pool["free"] + taken == pool["parents"]

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
+from ..real_models import REAL_MODELS
 from .conftest import TINY
 from .server_process import ServerProcess
 
 GREEDY = {"model": "real", "temperature": 0, "max_tokens": 64}
 EXTRA = {"ignore_eos": True, "skip_special_tokens": False, "return_token_ids": True}
-CHECKPOINTS = {"smollm2-135m": "smollm2_path", "gemma3-270m": "gemma3_270m_path"}
 
 
 class Served(NamedTuple):
@@ -22,15 +22,16 @@ class Served(NamedTuple):
     has_chat_template: bool
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=REAL_MODELS)
 def served(request: pytest.FixtureRequest, compiled_programs: Path) -> Iterator[Served]:
-    # The sizes of test_real_models.py: the same programs, which only one of the two has to compile.
-    path = request.getfixturevalue(CHECKPOINTS[request.param])
+    sizes = REAL_MODELS[request.param]
+    path = request.getfixturevalue(sizes.path_fixture)
     prompts = json.loads((TINY.parent / f"{request.param}.json").read_text())["prompts"]
     options = [
-        "--model", str(path), "--served-model-name=real", "--port=0", "--dtype=float32", "--max-model-len=1280",
-        "--max-num-seqs=16", "--max-num-batched-tokens=1280", "--kv-cache-memory-bytes=536870912", "--no-warmup",
-        f"--compilation-cache-dir={compiled_programs}", "--disable-progress-bars",
+        "--model", str(path), "--served-model-name=real", "--port=0", "--dtype=float32", "--no-warmup",
+        f"--max-model-len={sizes.max_model_len}", "--max-num-seqs=16", "--max-num-batched-tokens=1280",
+        f"--kv-cache-memory-bytes={sizes.arena_bytes}", f"--compilation-cache-dir={compiled_programs}",
+        "--disable-progress-bars",
     ]  # fmt: skip
     with (
         ServerProcess(options) as server,

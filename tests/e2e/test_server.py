@@ -88,7 +88,7 @@ def test_chat_replies_with_logprobs_whose_bytes_are_the_text(client: openai.Open
 
 
 def test_a_client_that_leaves_frees_its_request(server: ServerProcess, client: openai.OpenAI) -> None:
-    finished = "tokenspeed:request_finished_total"
+    finished = "vllm:request_success_total"
     before = server.metric(finished, 'finished_reason="abort"')
     request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1900, "n": 2, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, **request)
@@ -98,9 +98,9 @@ def test_a_client_that_leaves_frees_its_request(server: ServerProcess, client: o
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.3).completions.create(**request)
     eventually(lambda: server.metric(finished, 'finished_reason="abort"') == before + 4)
-    assert server.metric("tokenspeed:num_requests_running") == 0
-    assert server.metric("tokenspeed:num_requests_waiting") == 0
-    assert server.metric("tokenspeed:kv_cache_usage") == 0
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:num_requests_waiting") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
 BAD = [
@@ -109,7 +109,7 @@ BAD = [
     ({"max_tokens": 2048}, 400, "max_tokens"),
     ({"model": "other"}, 404, "model"), ({"prompt": 5}, 400, "prompt"), ({"temperature": -1}, 400, "temperature"),
     ({"top_p": "high"}, 400, "top_p"), ({"logit_bias": {"512": 1}}, 400, "logit_bias"),
-    ({"stop_token_ids": [512]}, 400, "stop_token_ids"), ({"guided_json": {}}, 400, "guided_json"),
+    ({"stop_token_ids": [512]}, 400, "stop_token_ids"), ({"guided_json": "{"}, 400, "guided_json"),
     ({"best_of": 5}, 400, "best_of"), ({"n": 0}, 400, "n"),
 ]  # fmt: skip
 BAD_BODIES = [b"", b"{", b'{"model": "\xff"}', b'{"model": "tiny", "prompt": "x", "temperature": NaN}', b"[]"]
@@ -176,7 +176,7 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_0(
         request = GREEDY | EXTRA | {"prompt": golden["prompt_ids"], "n": 8}
         thread = threading.Thread(target=lambda: results.append(server.post("/v1/completions", request)))
         thread.start()
-        eventually(lambda: bool(results) or server.metric("tokenspeed:num_requests_running") > 0)
+        eventually(lambda: bool(results) or server.metric("vllm:num_requests_running") > 0)
         assert server.stop(number) == 0, "".join(server.output)
         thread.join(60)
         assert results[0][0] == 200

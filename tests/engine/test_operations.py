@@ -2,6 +2,8 @@
 
 import dataclasses
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,11 @@ import numpy as np
 import pytest
 
 from tokenspeed_jax import Engine, EngineClosed, ProfilerError, SamplingParams
+from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.profiler import Profiler
+from tokenspeed_jax.engine.request_options import RequestOptions
+from tokenspeed_jax.engine.requests import RequestState
 from tokenspeed_jax.engine.stats import StatsCollector
 
 from .conftest import EngineFactory
@@ -98,6 +103,78 @@ def test_aborted_requests_leave_no_tokens_behind(engine: Engine) -> None:
     for _ in requests:
         assert ended.acquire(timeout=120)
     assert engine.stats().live_tokens == 0
+
+
+def test_activity_is_what_requests_hold_between_two_steps(engine: Engine) -> None:
+    assert engine.flush_cache()
+    looks: list[Future[Activity]] = []
+    done = threading.Semaphore(0)
+
+    def watch(delta: Any) -> None:
+        if not looks:
+            looks.append(engine.activity())
+        if delta.finish_reason is not None:
+            done.release()
+
+    engine.submit(ids(9, 100), dataclasses.replace(GREEDY, n=2, max_tokens=30), on_delta=watch)
+    for _ in range(2):
+        assert done.acquire(timeout=120)
+    during = looks[0].result(60)
+    (request,) = during.requests
+    assert (request.phase, request.prompt_tokens, request.cached_tokens, request.samples) == ("decode", 100, 0, 2)
+    assert 1 <= request.output_tokens < 60
+    assert 0.0 < request.age < 120.0
+    assert during.parent_uses.shape == (engine.memory_report.num_parents,)
+    assert (during.parent_uses > 0).any()
+    after = engine.activity().result(60)
+    assert after.requests == ()
+    assert not (after.parent_uses > 0).any()
+    assert (after.parent_uses < 0).any()
+
+
+def request_state(name: str, prompt_tokens: int, output_tokens: int) -> RequestState:
+    state = RequestState(name, [5] * prompt_tokens, GREEDY, RequestOptions(), 4, on_delta=lambda _: None)
+    state.samples.append(SimpleNamespace(token_ids=[7] * output_tokens))  # type: ignore[arg-type]
+    return state
+
+
+def test_activity_lists_the_oldest_of_each_phase() -> None:
+    requests = [request_state(name, index + 1, index % 2) for index, name in enumerate("abcdefgh")]
+    queued = {"a", "c", "d", "e", "h"}
+    scheduler = SimpleNamespace(lcm_block_uses=lambda: np.array([1, -1, 0]))
+
+    def listed(most: int) -> list[tuple[str, int]]:
+        activity = take_activity(scheduler, requests, queued, most)  # type: ignore[arg-type]
+        return [(request.phase, request.prompt_tokens) for request in activity.requests]
+
+    waiting = [("waiting", length) for length in (1, 3, 4, 5, 8)]
+    assert listed(9) == [("decode", 2), ("decode", 6), ("prefill", 7), *waiting]
+    assert listed(2) == [("decode", 2), ("decode", 6), ("waiting", 1), ("waiting", 3)]
+    assert listed(0) == []
+
+
+@pytest.mark.parametrize("ends_by", ["answer", "failure"])
+def test_a_question_that_nobody_waits_for_any_more_harms_nobody(ends_by: str) -> None:
+    loop = idle_loop(SimpleNamespace(lcm_block_uses=lambda: np.zeros(1, np.int32)))
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait(30)
+        if ends_by == "failure":
+            raise OSError("injected")
+
+    loop.call(hold)
+    given_up, kept = loop.activity(1), loop.activity(1)
+    assert given_up.cancel()
+    gate.set()
+    if ends_by == "failure":
+        with pytest.raises(EngineClosed):
+            kept.result(30)
+        assert isinstance(loop.failure, OSError)
+    else:
+        assert kept.result(30).requests == ()
+        assert loop.is_healthy
+    loop.close()
 
 
 def test_a_receiver_that_waits_for_the_loop_is_told_that_it_cannot(engine: Engine) -> None:
@@ -209,3 +286,84 @@ def test_no_step_runs_after_the_last_token_that_was_asked_for(engine: Engine, ma
     before = engine.stats().steps
     engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     assert engine.stats().steps - before == max_tokens
+
+
+def watched(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """All deltas of a request."""
+    deltas, ended = [], threading.Semaphore(0)
+
+    def watch(delta: Any) -> None:
+        deltas.append(delta)
+        if delta.finish_reason is not None:
+            ended.release()
+
+    engine.submit(prompt, params, on_delta=watch)
+    for _ in range(params.n):
+        assert ended.acquire(timeout=120)
+    return deltas
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_are_measured(tiny_engine: EngineFactory, overlap: bool) -> None:
+    engine = tiny_engine("llama", prefix_granularity=64, overlap_schedule=overlap)
+    before, begun = engine.stats(), time.monotonic()
+    for seed in range(2):
+        engine.generate([ids(40 + seed, 100), ids(50 + seed, 30)], dataclasses.replace(GREEDY, max_tokens=12))
+    after, took = engine.stats(), time.monotonic() - begun
+    # The last of the twelve tokens is never computed on; with overlap nothing runs in vain, since the end is known.
+    assert after.step_tokens.total - before.step_tokens.total == 2 * (100 + 30 + 2 * 11)
+    assert after.step_tokens.count == after.step_seconds.count == after.steps
+    assert 0 < after.step_seconds.total - before.step_seconds.total < took
+    in_time, late = after.overlapped_steps - before.overlapped_steps, after.late_steps - before.late_steps
+    # Two stretches of work, or one if the second request was there before the loop had noticed that it was idle.
+    assert after.steps - before.steps - 2 <= in_time + late <= after.steps - before.steps
+    assert (in_time == 0) or overlap
+    assert after.compile_seconds > 0
+
+
+def test_samples_say_when_they_were_scheduled(engine: Engine) -> None:
+    submitted = time.monotonic()
+    deltas = watched(engine, ids(60, 30), dataclasses.replace(GREEDY, n=2))
+    for index in range(2):
+        (moment,) = {delta.scheduled_at for delta in deltas if delta.sample_index == index}
+        assert submitted < moment < time.monotonic()
+
+
+def test_a_hit_is_counted_for_its_cache_group(engine: Engine) -> None:
+    prompt = ids(61, 100)
+    engine.generate(prompt, GREEDY)
+    before = engine.stats().group_hit_tokens
+    assert list(before) == [group.group_id for group in engine.memory_report.groups]
+    engine.generate(prompt, GREEDY)
+    assert engine.stats().group_hit_tokens == {group: tokens + 64 for group, tokens in before.items()}
+
+
+def test_a_step_is_in_time_if_the_one_before_still_runs_behind_its_dispatch() -> None:
+    loop = idle_loop(SimpleNamespace())
+
+    def dispatched(*predecessors: bool) -> tuple[int, int]:
+        """Overlapped and late steps, once a step was dispatched behind one that has landed (none) or ended or not."""
+        loop._in_flight.extend(
+            SimpleNamespace(packed=SimpleNamespace(is_ready=lambda x=ended: x)) for ended in predecessors
+        )
+        loop._observe_overlap()
+        loop._in_flight.clear()
+        stats = loop._stats.snapshot(arena_bytes=0, compilations_after_warmup=0, compile_seconds=0.0)
+        return stats.overlapped_steps, stats.late_steps
+
+    assert dispatched() == (0, 0)  # the first one after a time without work
+    assert dispatched(False) == (1, 0)
+    assert dispatched(True) == (1, 1)
+    assert dispatched() == (1, 2)
+    loop.close()
+
+
+@pytest.mark.parametrize(("in_time", "late", "efficiency"), [(0, 0, 1.0), (3, 1, 0.75), (0, 2, 0.0)])
+def test_overlap_efficiency_is_the_share_of_steps_in_time(in_time: int, late: int, efficiency: float) -> None:
+    stats = StatsCollector(1, prefix_caching=True)
+    for _ in range(in_time):
+        stats.observe_dispatch(overlapped=True)
+    for _ in range(late):
+        stats.observe_dispatch(overlapped=False)
+    seen = stats.snapshot(arena_bytes=0, compilations_after_warmup=0, compile_seconds=0.0)
+    assert seen.overlap_efficiency == efficiency

@@ -15,7 +15,7 @@ from tokenspeed_jax.engine.prompt_logprobs import Logprob, PromptScores
 from tokenspeed_jax.engine.prompt_scorer import score_rows
 
 from .conftest import EngineFactory
-from .test_tiny_goldens import small_pool_bytes
+from .test_tiny_goldens import small
 
 SCORED = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
 PLAIN = dataclasses.replace(SCORED, prompt_logprobs=None)
@@ -69,18 +69,10 @@ def test_samples_of_one_request_share_one_score_and_every_first_delta_has_it(eng
 
 
 def test_a_retracted_prompt_is_scored_all_the_same(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine(
-        "llama",
-        prefix_granularity=16,
-        kernel_page_size=16,
-        max_model_len=232,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=small_pool_bytes("llama"),
-        overlap_schedule=False,
-    )
+    engine = small(tiny_engine, "llama")
     before = engine.stats().retractions
     params = dataclasses.replace(SCORED, max_tokens=None)
-    for output in engine.generate([ids(seed, length) for seed, length in enumerate((97, 180, 200, 40))], params):
+    for output in engine.generate([ids(seed, length) for seed, length in enumerate((97, 80, 120, 40))], params):
         assert_is_score(engine, output)
     assert engine.stats().retractions > before
 

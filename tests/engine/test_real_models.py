@@ -1,97 +1,95 @@
 """Two real checkpoints through the engine: the recorded tokens and log-probabilities, whatever the schedule."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tokenspeed_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 
+from ..real_models import REAL_MODELS, RealModel
 from .conftest import GOLDEN
 
-MODELS = {"smollm2-135m": "smollm2_path", "gemma3-270m": "gemma3_270m_path"}
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=True, prompt_logprobs=1)
-FEWER = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
-"""All 64 recorded tokens are asked for once: a step of a real model takes a quarter of a second on two cores."""
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
+"""All 64 recorded tokens are asked for over HTTP: a step of sixteen rows takes a quarter of a second on two cores."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> tuple[Path, list[dict[str, Any]]]:
-    """(checkpoint, golden prompts) of one real model."""
+class Checkpoint(NamedTuple):
+    path: Path
+    sizes: RealModel
+    prompts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=REAL_MODELS)
+def model(request: pytest.FixtureRequest) -> Checkpoint:
+    sizes = REAL_MODELS[request.param]
     golden = json.loads((GOLDEN / f"{request.param}.json").read_text())
-    return request.getfixturevalue(MODELS[request.param]), golden["prompts"]
+    return Checkpoint(request.getfixturevalue(sizes.path_fixture), sizes, golden["prompts"])
 
 
-def make_engine(path: Path, **options: Any) -> Engine:
-    settings = {
-        "dtype": "float32",
-        "max_model_len": 1280,
-        "max_num_seqs": 16,
-        "warmup": False,
-        "disable_progress_bars": True,
-    } | options
-    return Engine(EngineConfig(model=str(path), **settings))
+def make_engine(model: Checkpoint, max_num_batched_tokens: int) -> Engine:
+    config = EngineConfig(
+        model=str(model.path),
+        dtype="float32",
+        max_model_len=model.sizes.max_model_len,
+        max_num_seqs=16,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=model.sizes.arena_bytes,
+        warmup=False,
+        disable_progress_bars=True,
+    )
+    return Engine(config)
 
 
 @pytest.fixture(scope="module")
-def whole_prompt_engine(model: tuple[Path, list[dict[str, Any]]]) -> Iterator[Engine]:
-    with make_engine(model[0], max_num_batched_tokens=1280, kv_cache_memory_bytes=512 << 20) as engine:
+def whole_prompt_engine(model: Checkpoint) -> Iterator[Engine]:
+    with make_engine(model, max_num_batched_tokens=1280) as engine:
         yield engine
 
 
-def assert_is_golden(output: RequestOutput, golden: dict[str, Any], params: SamplingParams = FEWER) -> None:
-    sample, count = output.samples[0], params.max_tokens
+def assert_is_golden(output: RequestOutput, golden: dict[str, Any], count: int = 24) -> None:
+    sample = output.samples[0]
     assert sample.token_ids == golden["output_ids"][:count], golden["id"]
     assert sample.logprobs == pytest.approx(golden["output_logprobs"][:count], abs=1e-3), golden["id"]
 
 
-def test_all_prompts_at_once_cold_and_warm(
-    whole_prompt_engine: Engine, model: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    _, prompts = model
-    for warm in (False, True):
-        params = FEWER if warm else GREEDY
-        outputs = whole_prompt_engine.generate([prompt["prompt_ids"] for prompt in prompts], params)
-        for output, golden in zip(outputs, prompts, strict=True):
-            assert_is_golden(output, golden, params)
-            if not warm:
-                assert output.prompt_logprobs is not None
-                scores = output.prompt_logprobs.token_logprobs()
-                assert scores[0] is golden["prompt_logprobs"][0] is None
-                assert scores[1:] == pytest.approx(golden["prompt_logprobs"][1:], abs=1e-3), golden["id"]
-            if len(golden["prompt_ids"]) > 64:
-                assert (output.cached_tokens > 0) == warm
-
-
-def test_texts_and_chats_alone(whole_prompt_engine: Engine, model: tuple[Path, list[dict[str, Any]]]) -> None:
-    _, prompts = model
-    golden = next(prompt for prompt in prompts if prompt["kind"] == "short")
-    assert_is_golden(whole_prompt_engine.generate(golden["text"], FEWER)[0], golden)
-    if whole_prompt_engine.tokenizer.has_chat_template:
-        golden = next(prompt for prompt in prompts if "messages" in prompt)
-        output = whole_prompt_engine.generate(golden["messages"], FEWER)[0]
+def test_all_prompts_at_once_cold_then_each_alone_and_warm(whole_prompt_engine: Engine, model: Checkpoint) -> None:
+    scored = dataclasses.replace(GREEDY, prompt_logprobs=1)
+    outputs = whole_prompt_engine.generate([prompt["prompt_ids"] for prompt in model.prompts], scored)
+    for output, golden in zip(outputs, model.prompts, strict=True):
         assert_is_golden(output, golden)
-        assert output.samples[0].text == whole_prompt_engine.tokenizer.decode(golden["output_ids"][: FEWER.max_tokens])
+        assert output.cached_tokens == 0
+        assert output.prompt_logprobs is not None
+        scores = output.prompt_logprobs.token_logprobs()
+        assert scores[0] is golden["prompt_logprobs"][0] is None
+        assert scores[1:] == pytest.approx(golden["prompt_logprobs"][1:], abs=1e-3), golden["id"]
+    fewer = dataclasses.replace(GREEDY, max_tokens=8)
+    for golden in model.prompts:
+        output = whole_prompt_engine.generate(golden["prompt_ids"], fewer)[0]
+        assert_is_golden(output, golden, 8)
+        assert (output.cached_tokens > 0) == (len(golden["prompt_ids"]) > 64)
 
 
-def test_chunks_of_64_under_eviction_and_retraction(model: tuple[Path, list[dict[str, Any]]]) -> None:
-    path, prompts = model
-    longest = max(len(prompt["prompt_ids"]) for prompt in prompts) + 80
-    parent_bytes = 64 * 30 * 2 * 3 * 64 * 4 if "SmolLM2" in path.name else 64 * 15 * 2 * 256 * 4
-    parents = 3 * longest // 64
-    undeclared = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True, stop=["\0"])
-    with make_engine(
-        path,
-        max_model_len=longest,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=(parents + 1) * parent_bytes,
-    ) as engine:
-        chosen = sorted(prompts, key=lambda prompt: len(prompt["prompt_ids"]))
+def test_texts_and_chats_alone(whole_prompt_engine: Engine, model: Checkpoint) -> None:
+    golden = next(prompt for prompt in model.prompts if prompt["kind"] == "short")
+    assert_is_golden(whole_prompt_engine.generate(golden["text"], GREEDY)[0], golden)
+    if whole_prompt_engine.tokenizer.has_chat_template:
+        golden = next(prompt for prompt in model.prompts if "messages" in prompt)
+        output = whole_prompt_engine.generate(golden["messages"], GREEDY)[0]
+        assert_is_golden(output, golden)
+        assert output.samples[0].text == whole_prompt_engine.tokenizer.decode(golden["output_ids"][:24])
+
+
+def test_chunks_of_64_under_eviction_and_retraction(model: Checkpoint) -> None:
+    undeclared = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True, logprobs=True, stop=["\0"])
+    with make_engine(model, max_num_batched_tokens=64) as engine:
+        *chosen, longest = sorted(model.prompts, key=lambda prompt: len(prompt["prompt_ids"]))
         outputs = engine.generate(
-            [prompt["prompt_ids"] for prompt in chosen], [FEWER] * (len(chosen) - 1) + [undeclared]
+            [prompt["prompt_ids"] for prompt in [*chosen, longest]], [GREEDY] * len(chosen) + [undeclared]
         )
-        for output, golden in zip(outputs[:-1], chosen[:-1], strict=True):
+        for output, golden in zip(outputs, chosen, strict=False):
             assert_is_golden(output, golden)
-        assert outputs[-1].samples[0].token_ids[:64] == chosen[-1]["output_ids"]
+        assert outputs[-1].samples[0].token_ids[:64] == longest["output_ids"]

@@ -1,5 +1,7 @@
 """When samples end and what of their text is shown, against a reference that sees the whole text at once."""
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -212,5 +214,8 @@ def test_what_ended_a_sample_is_in_its_text_when_asked_for() -> None:
     assert [subject.push(0), subject.push(2)] == [StopUpdate("x"), StopUpdate("E</t>", "stop", 2)]
     subject = checker(params, source)
     assert [subject.push(3), subject.push(EOS)] == [StopUpdate(""), StopUpdate("\ufffd</s>", "stop", None)]
+    params = dataclasses.replace(params, ignore_eos=True)
+    subject = checker(params, source)
+    assert [subject.push(0), subject.push(EOS, ends_grammar=True)] == [StopUpdate("x"), StopUpdate("E</s>", "stop")]
     subject = checker(params, source, max_tokens=1)
     assert subject.push(0) == StopUpdate("xE", "length")

@@ -1,12 +1,18 @@
-"""Every path through the engine gives the tokens and log-probabilities that transformers recorded, or PlainStep."""
+"""Every path through the engine gives the tokens and log-probabilities that transformers recorded, or PlainStep.
+
+A family's tests take two engines, `small` and `roomy`, which compile three steps each: compiling is nearly all that
+these tests cost. They ask for log-probabilities everywhere for that reason too, as others are other programs.
+"""
 
 import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokenspeed_jax import Engine, RequestOutput, SamplingParams
+from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.models.registry import resolve_model
 from tokenspeed_jax.recipes.base import SchedulerLimits
 from tokenspeed_jax.recipes.plan import pack
@@ -14,11 +20,38 @@ from tokenspeed_jax.recipes.setup import CACHE_FAMILIES
 
 from ..families import ALL
 from .conftest import GOLDEN, EngineFactory
+from .reuse_pairs import forget_prefixes
 from .three_kinds import CONFIG, THREE_KINDS, three_kinds_golden
 
 FAMILIES = (*ALL, THREE_KINDS)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
+SMALL_LENGTH = 256
+
+
+def small(tiny_engine: EngineFactory, family: str) -> Engine:
+    """Chunks of 64 tokens, blocks of 16, and a pool that holds two and a half requests at full length.
+
+    Without overlap, since a request whose step is in flight is never retracted.
+    """
+    return tiny_engine(
+        family,
+        prefix_granularity=16,
+        kernel_page_size=16,
+        max_model_len=SMALL_LENGTH,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=small_pool_bytes(family),
+        overlap_schedule=False,
+    )
+
+
+def roomy(tiny_engine: EngineFactory, family: str) -> Engine:
+    """Chunks of 256 tokens, blocks of 64, and room for all."""
+    return tiny_engine(family, prefix_granularity=64, max_model_len=320)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, length).tolist()
 
 
 def golden_prompts(family: str) -> list[dict[str, Any]]:
@@ -42,15 +75,6 @@ def assert_is_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
         assert list(top.values()) == pytest.approx(list(want.values()), abs=1e-3)
 
 
-def run_goldens(engine: Engine, family: str, *, scoring: bool = False) -> None:
-    params = dataclasses.replace(GREEDY, prompt_logprobs=5) if scoring else GREEDY
-    for golden in golden_prompts(family):
-        output = engine.generate(golden["prompt_ids"], params)[0]
-        assert_is_golden(output, golden)
-        if scoring:
-            assert_scores_are_golden(output, golden)
-
-
 def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
     """What is recorded stands for the prediction after each token; here each entry stands at the token predicted."""
     assert output.prompt_logprobs is not None
@@ -67,61 +91,108 @@ def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: EngineFactory, family: str) -> None:
-    engine = tiny_engine(family, max_num_batched_tokens=64)
-    run_goldens(engine, family, scoring=family != THREE_KINDS)
-    run_goldens(engine, family)
-    assert engine.stats().cached_tokens > 0
+    engine = small(tiny_engine, family)
+    is_scored = family != THREE_KINDS
+    for golden in golden_prompts(family):
+        first = dataclasses.replace(GREEDY, prompt_logprobs=5) if is_scored else GREEDY
+        cold, warm = (engine.generate(golden["prompt_ids"], params)[0] for params in (first, GREEDY))
+        assert_is_golden(cold, golden)
+        assert_is_golden(warm, golden)
+        assert cold.cached_tokens == 0
+        if is_scored:
+            assert_scores_are_golden(cold, golden)
+        assert (warm.cached_tokens > 0) == (len(golden["prompt_ids"]) > 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
+def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineFactory, family: str) -> None:
+    # Cold: chunks of 64 tokens, so the last one starts where the warm hit ends and has the same bucket.
+    engine = small(tiny_engine, family)
+    forget_prefixes(engine)
+    ids = random_prompt(2, 64 * 3 + 10)
+    cold, warm = (engine.generate(ids, GREEDY)[0] for _ in range(2))
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 192)
+    assert warm.samples[0].token_ids == cold.samples[0].token_ids
+    assert warm.samples[0].logprobs == cold.samples[0].logprobs
+    assert warm.samples[0].top_logprobs == cold.samples[0].top_logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
+def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
+    # Undeclared output budgets: all are let in, and grow until some have to go.
+    engine = small(tiny_engine, family)
+    params = dataclasses.replace(GREEDY, max_tokens=None)
+    goldens = golden_prompts(family)
+    others = [random_prompt(seed, 10) for seed in (10, 11, 10, 11)]
+    before = engine.stats().retractions
+    outputs = engine.generate([*(golden["prompt_ids"] for golden in goldens), *others], params)
+    for output in outputs:
+        assert len(output.prompt_token_ids) + len(output.samples[0].token_ids) == SMALL_LENGTH
+    for output, golden in zip(outputs, goldens, strict=False):
+        assert output.samples[0].token_ids[:24] == golden["output_ids"]
+    for output, same in zip(outputs[3:5], outputs[5:], strict=True):
+        assert output.samples[0].token_ids == same.samples[0].token_ids
+    # A request of a model with states alone never grows, so nothing is ever taken from it.
+    assert engine.stats().retractions > before or family in ("mamba2", "falcon_mamba")
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_prompts_in_one_chunk_match_alone_and_all_match_in_a_mixed_batch_of_16(
     tiny_engine: EngineFactory, family: str
 ) -> None:
-    # The granularity of test_prefix_cache.py, where prompts in one chunk take the same programs.
-    engine = tiny_engine(family, prefix_granularity=128, enable_prefix_caching=False)
+    engine = roomy(tiny_engine, family)
     prompts = sorted(golden_prompts(family), key=lambda prompt: len(prompt["prompt_ids"]))
     longest = prompts[-1]
     assert_is_golden(engine.generate(longest["prompt_ids"], GREEDY)[0], longest)
-    # It also comes first, and so whole, in a batch whose later prompts are cut where a step is full.
+    # It also comes first, and so whole, in a batch whose later prompts are cut where a step is full. A salt of their
+    # own keeps the sixteen from sharing what they have in common.
     batch = [prompts[index % 3] for index in range(2, 18)]
-    for output, golden in zip(engine.generate([p["prompt_ids"] for p in batch], GREEDY), batch, strict=True):
+    collectors = [RequestCollector(GREEDY) for _ in batch]
+    for index, (golden, collector) in enumerate(zip(batch, collectors, strict=True)):
+        engine.submit(golden["prompt_ids"], GREEDY, cache_salt=str(index), on_delta=collector.push)
+    for collector, golden in zip(collectors, batch, strict=True):
+        output = collector.wait()
         assert_is_golden(output, golden)
-    assert engine.stats().cached_tokens == 0
+        assert output.cached_tokens == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
-def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
-    # Undeclared output budgets, and a pool that holds one and a half requests at full length (equal requests share
-    # blocks; Mistral's keep only a window each). Without overlap, since a request whose step is in flight is never
-    # retracted.
-    engine = tiny_engine(
-        family,
-        prefix_granularity=16,
-        kernel_page_size=16,
-        max_model_len=232,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=small_pool_bytes(family),
-        overlap_schedule=False,
-    )
-    params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
-    prompts = golden_prompts(family)
-    batch = [prompts[index] for index in (0, 1, 0, 1, 2, 0, 1)]
-    before = engine.stats().retractions
-    outputs = engine.generate([prompt["prompt_ids"] for prompt in batch], params)
-    for output, golden in zip(outputs, batch, strict=True):
-        sample = output.samples[0]
-        assert sample.token_ids[:24] == golden["output_ids"]
-        assert len(sample.token_ids) == 232 - len(golden["prompt_ids"])
-    same = {}
-    for output in outputs:
-        same.setdefault(tuple(output.prompt_token_ids), set()).add(tuple(output.samples[0].token_ids))
-    assert all(len(variants) == 1 for variants in same.values())
-    # A request of a model with states alone never grows, so nothing is ever taken from it.
-    assert engine.stats().retractions > before or family in ("mamba2", "falcon_mamba")
+def test_a_shared_prefix_of_200_tokens_hits_at_64_and_agrees_with_the_cold_run(
+    tiny_engine: EngineFactory, family: str
+) -> None:
+    engine = roomy(tiny_engine, family)
+    forget_prefixes(engine)
+    once = dataclasses.replace(GREEDY, max_tokens=1)
+    first = random_prompt(6, 220)
+    assert engine.generate(first, once)[0].cached_tokens == 0
+    assert engine.generate([*first[:200], 500, *random_prompt(7, 20)], once)[0].cached_tokens == 192
+    # 230 tokens cold and 102 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which alone
+    # changes log-probabilities by up to 2e-5.
+    ids = random_prompt(8, 230)
+    cold = engine.generate(ids, GREEDY)[0]
+    forget_prefixes(engine)
+    assert engine.generate(ids[:140], once)[0].cached_tokens == cold.cached_tokens == 0
+    warm = engine.generate(ids, GREEDY)[0]
+    assert warm.cached_tokens == 128
+    assert warm.samples[0].token_ids == cold.samples[0].token_ids
+    assert warm.samples[0].logprobs == pytest.approx(cold.samples[0].logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
+def test_greedy_samples_are_all_what_one_sample_is(tiny_engine: EngineFactory, family: str) -> None:
+    engine = roomy(tiny_engine, family)
+    for length in (100, 129, 230):
+        ids = random_prompt(length, length)
+        alone = engine.generate(ids, GREEDY, cache_salt="alone")[0].samples[0]
+        together = engine.generate(ids, dataclasses.replace(GREEDY, n=4))[0]
+        assert [sample.token_ids for sample in together.samples] == [alone.token_ids] * 4
+    scheduler = engine._loop._scheduler  # pyright: ignore[reportPrivateUsage]
+    assert scheduler.active_lcm_blocks() == 0
+    assert engine.stats().running == engine.stats().waiting == 0
 
 
 def small_pool_bytes(family: str) -> int:
-    """Arena bytes for one and a half requests of 232 tokens, in blocks of 16."""
+    """Arena bytes for two and a half requests of `SMALL_LENGTH` tokens, in blocks of 16."""
     if family == THREE_KINDS:
         config = CONFIG
     else:
@@ -131,11 +202,11 @@ def small_pool_bytes(family: str) -> int:
         kv_dtype="float32",
         prefix_granularity=16,
         budget_bytes=1 << 30,
-        limits=SchedulerLimits("Fused", max_live_requests=16, max_scheduled_tokens=64, max_context_len=232),
+        limits=SchedulerLimits("Fused", max_live_requests=16, max_scheduled_tokens=64, max_context_len=SMALL_LENGTH),
     )
     groups = recipe.groups()
     specs = tuple(spec for spec, _ in groups)
     layout = pack(groups, 16, recipe.packing(groups), recipe.alignment, recipe.max_padding_fraction)
     model = recipe.capacity_model(layout, specs)
-    alone = model.lcm_blocks_needed_for(model.single_request_group_pages(232))
-    return (1 + alone * 3 // 2) * layout.lcm_block_bytes
+    alone = model.lcm_blocks_needed_for(model.single_request_group_pages(SMALL_LENGTH))
+    return (1 + alone * 5 // 2) * layout.lcm_block_bytes

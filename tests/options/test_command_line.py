@@ -145,8 +145,9 @@ def test_a_field_without_help_or_of_an_unknown_type_is_a_mistake_of_ours() -> No
     for kind in (bare, odd):
         with pytest.raises(TypeError):
             CommandLine("x", "", Configuration(kind))
+    constraint = frozenset({"structured_outputs"})
     with pytest.raises(TypeError, match="same name"):
-        CommandLine("x", "", Configuration(EngineConfig), Configuration(SamplingParams))
+        CommandLine("x", "", Configuration(EngineConfig), Configuration(SamplingParams, omitted=constraint))
 
 
 def file(folder: Path, text: str) -> str:

@@ -50,7 +50,9 @@ def gauges(scheduler: Scheduler, groups: Sequence[str], request_ids: Sequence[st
         "waiting_prefix_hashes",
     ]
     seen: list[tuple[str, object]] = [(name, getattr(scheduler, name)()) for name in taking_nothing]
+    seen.append(("lcm_block_uses", scheduler.lcm_block_uses().tolist()))
     seen += [(group, scheduler.cache_group_available_pages(group)) for group in groups]
     seen += [(group, scheduler.cache_group_total_pages(group)) for group in groups]
+    seen += [(group, scheduler.cache_group_hit_tokens(group)) for group in groups]
     seen += [(request_id, scheduler.request_token_size(request_id)) for request_id in request_ids]
     return seen + [(request_id, scheduler.pd_transfer_pinned(request_id)) for request_id in request_ids]

@@ -367,6 +367,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, request in self.live.items():
             assert self.scheduler.request_token_size(request_id) == request.landed
 
+    @invariant()
+    def every_parent_is_counted_once(self) -> None:
+        uses = self.scheduler.lcm_block_uses()
+        assert uses.shape == (self.usable,)
+        assert (uses == 0).sum() == self.scheduler.empty_lcm_blocks()
+        assert (uses > 0).sum() == self.scheduler.active_lcm_blocks()
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return

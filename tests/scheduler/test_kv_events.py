@@ -6,7 +6,7 @@ import pytest
 
 from tokenspeed_jax.scheduler import KVEvent
 
-from .scenario import FULL, Group, Scenario, swa
+from .scenario import FULL, STATE, Group, Scenario, swa
 
 
 def drain(s: Scenario) -> tuple[list[KVEvent.BlockStored], list[KVEvent.BlockRemoved]]:
@@ -44,6 +44,29 @@ def test_kv3_all_groups_fold_into_one_event() -> None:
     run(s, "a", [1, 2])
     stored, _ = drain(s)
     assert len(stored) == 1
+
+
+@pytest.mark.parametrize("other", [swa(4), STATE])
+def test_a_full_history_is_announced_without_gaps_whatever_else_the_model_keeps(other: Group) -> None:
+    s = Scenario([FULL, other], 40, enable_kv_cache_events=True)
+    run(s, "a", list(range(1, 13)))
+    stored, removed = drain(s)
+    assert removed == []
+    assert [event.token_ids for event in stored] == [[2 * page + 1, 2 * page + 2] for page in range(6)]
+    assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]
+
+
+def test_a_chains_first_page_says_whose_it_is() -> None:
+    s = Scenario([FULL], 40, enable_kv_cache_events=True)
+    for salt in ("", "tenant"):
+        s.submit(f"r{salt}", [1, 2, 3, 4, 5], cache_salt=salt)
+        s.plan()
+    s.plan()
+    stored, _ = drain(s)
+    assert [(event.token_ids, event.cache_salt) for event in stored] == [
+        ([1, 2], ""), ([1, 2], "tenant"), ([3, 4], ""), ([3, 4], ""),
+    ]  # fmt: skip
+    assert len({event.block_hashes[0] for event in stored}) == 4
 
 
 def test_kv4_chained_pages_are_stored_in_order_and_removed_in_reverse() -> None:

@@ -1,5 +1,6 @@
 """Fixtures of the server's unit tests: a fake engine, and the application in process or behind a socket."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -34,7 +35,13 @@ def client(engine: FakeEngine) -> Iterator[TestClient]:
 @pytest.fixture
 def address(engine: FakeEngine) -> Iterator[tuple[str, int]]:
     """Host and port of a uvicorn thread that serves `engine`."""
-    config = ServerConfig(port=0)
+    with listening(engine, ServerConfig(port=0)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def listening(engine: FakeEngine, config: ServerConfig) -> Iterator[tuple[str, int]]:
+    """Host and port of a uvicorn thread that serves `engine` while the context lasts."""
     listener = bind(config)
     server = uvicorn.Server(uvicorn.Config(create_app(engine, config), log_config=None, lifespan="on", ws="none"))
     started = threading.Event()

@@ -2,21 +2,26 @@
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from tokenspeed_jax.engine.activity import Activity, LiveRequest
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.histogram import HistogramCounts
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
 from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
@@ -30,8 +35,10 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
-    """Ids 0 and 1 are special, then one id per byte, then a few merged pieces, then further special tokens."""
+def byte_tokenizer(
+    *, template: str | None = TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = ()
+) -> Tokenizer:
+    """Ids 0 and 1 are special, then one id per byte, merged pieces, further special and other added tokens."""
     vocabulary = {"<bos>": BOS, "<eos>": EOS}
     vocabulary |= {character: 2 + byte for character, byte in BYTE_OF_CHARACTER.items()}
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Hell", "o"), ("Ġ", "w")]
@@ -41,8 +48,13 @@ def byte_tokenizer(*, template: str | None = TEMPLATE, special: Sequence[str] = 
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, special=False) for token in added])
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({"chat_template": template} if template else {})
     return Tokenizer(TokenizerFiles(tokenizer_json=backend.to_str(), tokenizer_config=settings))
+
+
+STEP_SECONDS = HistogramCounts((0.001, 1.0), (0, 2, 1), 1.5)
+STEP_TOKENS = HistogramCounts((1, 8), (1, 2, 0), 12.0)
 
 
 def prompt_logprobs_of(prompt: list[int], count: int) -> PromptLogprobs:
@@ -76,6 +88,14 @@ class FakeStats:
     live_tokens: int = 77
     parents_in_use: int = 4
     num_parents: int = 16
+    kv_events_dropped: int = 0
+    group_hit_tokens: dict[str, int] = field(default_factory=lambda: {"layers.full": 6, "layers.window": 2})
+    compile_seconds: float = 20.5
+    step_seconds: HistogramCounts = STEP_SECONDS
+    step_tokens: HistogramCounts = STEP_TOKENS
+    overlapped_steps: int = 6
+    late_steps: int = 2
+    overlap_efficiency: float = 0.75
 
 
 GROUP = GroupCapacity(
@@ -98,8 +118,11 @@ REPORT = MemoryReport(
     free=None,
     num_parents=16,
     parent_bytes=256,
+    prefix_granularity=16,
+    token_capacity=256,
     groups=(GROUP,),
 )
+PARENT_USES = np.array([1] * 4 + [-1] * 2 + [0] * 10, np.int32)
 
 
 @dataclass(eq=False)
@@ -114,6 +137,7 @@ class FakeSample:
     token_ids: list[int] = field(default_factory=list)
     sent: int = 0
     has_told_prompt: bool = False
+    scheduled_at: float = field(default_factory=time.monotonic)
 
 
 class FakeEngine:
@@ -121,10 +145,12 @@ class FakeEngine:
 
     Attributes:
         allowed_tokens: rounds stop producing for samples that have this many tokens, until it is raised.
+        compiled: constraints given to `compile_grammar`.
         aborted: request ids given to `abort`.
         cache_is_free: what `flush_cache` returns.
         profiles: what was asked of the profiler, in order.
         num_queued_requests: what it says of its queue; it has none, everything runs at once.
+        looks: the answers to `activity`, which are given at once unless the engine `is_stuck`.
     """
 
     config = EngineConfig(model="/models/fake", max_num_seqs=8)
@@ -135,9 +161,14 @@ class FakeEngine:
     cached_tokens = 3
 
     def __init__(
-        self, reply: str = "Hello wörld €!", *, template: str | None = TEMPLATE, special: Sequence[str] = ()
+        self,
+        reply: str = "Hello wörld €!",
+        *,
+        template: str | None = TEMPLATE,
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
     ) -> None:
-        self.tokenizer = byte_tokenizer(template=template, special=special)
+        self.tokenizer = byte_tokenizer(template=template, special=special, added=added)
         self.reply_ids = self.tokenizer.encode(reply)
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9
@@ -145,9 +176,12 @@ class FakeEngine:
         self.num_queued_requests = 0
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.options: list[RequestOptions] = []
+        self.compiled: list[StructuredOutputsParams] = []
         self.aborted: list[str] = []
         self.cache_is_free = True
         self.profiles: list[str] = []
+        self.looks: list[Future[Activity]] = []
+        self.is_stuck = False
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
         self._tokens = 0
@@ -182,17 +216,25 @@ class FakeEngine:
             self._wake.notify()
         return request_id
 
+    def compile_grammar(self, structured_outputs):
+        self.compiled.append(structured_outputs)
+
     def abort(self, request_id):
         with self._wake:
             self.aborted.append(request_id)
         self._end(request_id, "abort")
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Ends what runs as `Engine` does when a grammar cannot go on."""
+        for request_id in {sample.request_id for sample in self._samples}:
+            self._end(request_id, "abort", reason)
+
+    def _end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         with self._wake:
             ended = [sample for sample in self._samples if sample.request_id == request_id]
             self._samples = [sample for sample in self._samples if sample.request_id != request_id]
         for sample in ended:
-            self._deliver(sample, [], "", reason, None)
+            self._deliver(sample, [], "", reason, stop_reason)
 
     def flush_cache(self) -> bool:
         if not self.is_healthy:
@@ -240,6 +282,18 @@ class FakeEngine:
             prefix_query_tokens=prompt_tokens,
             finished=dict(self._finished),
         )
+
+    def activity(self, max_requests: int) -> Future[Activity]:
+        if not self.is_healthy:
+            raise EngineClosed("dead")
+        self.looks.append(Future())
+        if not self.is_stuck:
+            requests = [
+                LiveRequest("decode", 2.5, len(sample.prompt), self.cached_tokens, len(sample.token_ids), 1)
+                for sample in self._samples[:max_requests]
+            ]
+            self.looks[-1].set_result(Activity(tuple(requests), PARENT_USES))
+        return self.looks[-1]
 
     def _run(self) -> None:
         while True:
@@ -310,5 +364,6 @@ class FakeEngine:
                 prompt_logprobs=prompt_logprobs_of(sample.prompt, params.prompt_logprobs or 0)
                 if tells_prompt
                 else None,
+                scheduled_at=sample.scheduled_at,
             )
         )

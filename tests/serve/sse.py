@@ -22,3 +22,16 @@ def events(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
     assert text.endswith("\n\n")
     payloads = [block.removeprefix("data: ") for block in text.removesuffix("\n\n").split("\n\n")]
     return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def named_events(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The payloads of a stream whose events have names, which each payload repeats as its `type`."""
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        text = response.read().decode()
+    payloads = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        payloads.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {payloads[-1]['type']}"
+    return payloads

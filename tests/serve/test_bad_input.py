@@ -45,8 +45,8 @@ WRONG_VALUES = [
     ("user", 5), ("skip_special_tokens", "no"), ("return_token_ids", 1),
     ("best_of", 3), ("echo", 1), ("echo", "yes"), ("suffix", "x"), ("service_tier", "flex"), ("prompt_logprobs", -1),
     ("prompt_logprobs", 21), ("prompt_logprobs", True), ("include_stop_str_in_output", 1),
-    ("response_format", {"type": "json_object"}), ("use_beam_search", True), ("store", True),
-    ("guided_json", {}), ("tools", []), ("colour", None), ("messages", []),
+    ("response_format", "json"), ("use_beam_search", True), ("store", True),
+    ("guided_json", 5), ("tools", []), ("colour", None), ("messages", []),
 ]  # fmt: skip
 
 
@@ -78,9 +78,7 @@ def test_missing_fields_are_named(client: TestClient, name: str) -> None:
     refused(client.post(PATH, json={key: value for key, value in BODY.items() if key != name}), 400, name)
 
 
-@pytest.mark.parametrize(
-    "name", ["tools", "response_format", "tool_choice", "reasoning_effort", "top_logprobs", "audio"]
-)
+@pytest.mark.parametrize("name", ["tools", "modalities", "tool_choice", "reasoning_effort", "top_logprobs", "audio"])
 def test_chat_features_that_are_not_served_are_refused(client: TestClient, name: str) -> None:
     tool = {"type": "function", "function": {"name": "now"}}
     value = {"tools": [tool], "tool_choice": "required", "top_logprobs": 3}.get(name, {"type": "x"})

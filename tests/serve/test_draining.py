@@ -38,7 +38,7 @@ class FakeServer(ServerProcess):
         return response.status, json.loads(text), dict(response.headers)
 
     def wait_for_samples(self, count: int) -> None:
-        eventually(lambda: self.metric("tokenspeed:num_requests_running") == count)
+        eventually(lambda: self.metric("vllm:num_requests_running") == count)
 
 
 @pytest.fixture

@@ -192,8 +192,8 @@ WRONG_SAMPLING = [
     ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("top_k", 1.5), ("min_p", 2),
     ("frequency_penalty", 3), ("presence_penalty", -3), ("repetition_penalty", 0), ("sampling_seed", -1),
     ("stop", [""]), ("stop", 5), ("stop_token_ids", [-1]), ("n", 0), ("n", 129), ("ignore_eos", 1),
-    ("skip_special_tokens", "no"), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 1000}), ("json_schema", "{}"),
-    ("regex", "a"), ("ebnf", "a"), ("structural_tag", "a"), ("stop_regex", "a"), ("no_stop_trim", 1),
+    ("skip_special_tokens", "no"), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 1000}), ("json_schema", "{"),
+    ("regex", ""), ("ebnf", "a"), ("structural_tag", "a"), ("stop_regex", "a"), ("no_stop_trim", 1),
     ("custom_params", {"a": 1}), ("max_tokens", 5), ("colour", 1),
 ]  # fmt: skip
 

@@ -1,12 +1,18 @@
 """The real `openai` client against a socket."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
+import pydantic
 import pytest
 
-from .fake_engine import FakeEngine
+from tokenspeed_jax.serve.config import ServerConfig
+
+from .fake_engine import EOS, FakeEngine
 from .test_lifecycle import eventually
+from .test_tools import TEMPLATE, openai_served, tool_engine
 
 TEXT = "Hello wörld €!"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -84,3 +90,68 @@ def test_many_clients_at_once_get_their_own_replies(openai_client: openai.OpenAI
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(100))) == [f"prompt {number} é" for number in range(100)]
     assert engine.stats().running == 0
+
+
+class City(pydantic.BaseModel):
+    """A reply with a structure, and the arguments of a tool."""
+
+    name: str
+    people: int
+
+
+KOELN = '{"name": "Köln", "people": 1087353}'
+HERMES_CALL = f'<tool_call>\n{{"name": "City", "arguments": {KOELN}}}\n</tool_call>'
+CITY = City(name="Köln", people=1087353)
+
+
+def test_replies_with_a_structure_are_parsed() -> None:
+    engine = tool_engine(KOELN)
+    with openai_served(engine, ServerConfig(port=0)) as client:
+        parsed = client.chat.completions.parse(model="fake/model", messages=MESSAGES, response_format=City)
+        assert parsed.choices[0].message.parsed == CITY
+        schema = json.loads(engine.submitted[-1][1].structured_outputs.json)
+        assert list(schema["properties"]) == ["name", "people"]
+        assert schema["additionalProperties"] is False
+
+        with client.chat.completions.stream(model="fake/model", messages=MESSAGES, response_format=City) as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_completion().choices[0].message.parsed == CITY
+        assert "content.done" in kinds
+
+        free = client.chat.completions.create(
+            model="fake/model", messages=MESSAGES, response_format={"type": "json_object"}
+        )
+        assert json.loads(free.choices[0].message.content) == json.loads(KOELN)
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(
+                model="fake/model", messages=MESSAGES, response_format={"type": "json_schema"}
+            )
+        assert error.value.param == "response_format.json_schema"
+
+
+@pytest.mark.parametrize("parser", ["hermes", None])
+def test_forced_and_strict_tools_are_parsed(parser: Any) -> None:
+    engine = tool_engine("x", template=TEMPLATE)
+    config = ServerConfig(port=0, enable_auto_tool_choice=parser is not None, tool_call_parser=parser)
+    texts = {
+        "auto": HERMES_CALL,
+        "required": HERMES_CALL if parser else f'[{{"name": "City", "parameters": {KOELN}}}]',
+        "named": HERMES_CALL if parser else KOELN,
+    }
+    with openai_served(engine, config) as client:
+        for choice in ("auto", "required", "named") if parser else ("required", "named"):
+            engine.script = lambda _prompt, _index, text=texts[choice]: [*engine.tokenizer.encode(text), EOS]
+            tool = openai.pydantic_function_tool(City)
+            tool_choice = {"type": "function", "function": {"name": "City"}} if choice == "named" else choice
+            request = {"model": "fake/model", "messages": MESSAGES, "tools": [tool], "tool_choice": tool_choice}
+            parsed = client.chat.completions.parse(**request).choices[0]
+            (call,) = parsed.message.tool_calls
+            assert call.function.parsed_arguments == CITY
+            assert parsed.finish_reason == ("stop" if choice == "named" else "tool_calls")
+            assert engine.submitted[-1][1].structured_outputs is not None
+            with client.chat.completions.stream(**request) as stream:
+                done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+                final = stream.get_final_completion().choices[0]
+            assert final.message.tool_calls[0].function.parsed_arguments == CITY
+            assert [event.parsed_arguments for event in done] == [CITY]
+            assert final.finish_reason == parsed.finish_reason

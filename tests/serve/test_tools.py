@@ -299,22 +299,14 @@ def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
         assert client.post(PATH, json=body).json()["error"]["param"] == "continue_final_message"
 
 
-NAMED = {"type": "function", "function": {"name": "now"}}
-
-
 @pytest.mark.parametrize(
     ("extra", "param", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "constrained decoding"),
-        ({"tool_choice": NAMED}, "tool_choice", "constrained decoding"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
-        ({"tool_choice": {"type": {}}}, "tool_choice", "tool_choice"),
         ({"tool_choice": 5}, "tool_choice", "tool_choice"),
         ({"tools": [NOW, NOW]}, "tools", "'now'"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters", "object"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),

@@ -5,7 +5,8 @@ the arena is the only owner, so no old buffer survives a step. Parent 0 of every
 as zeros for the engine's life, because no writer ever stores there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class CacheArena:
 
     Attributes:
         planes: plane id -> `uint8[num_lcm_blocks + 1, bytes_per_lcm_block]`; the engine puts each step's result here.
+        late_compile_seconds: time that programs took that were only compiled when they were needed.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class CacheArena:
         self._group_ids = tuple(spec.group_id for spec in specs)
         self._zero: Any = None
         self._copy: CopyPrograms | None = None
+        self.late_compile_seconds = 0.0
         self.planes: Planes = self._zeros()
 
     @property
@@ -143,7 +146,7 @@ class CacheArena:
             for row, group_id in enumerate(self._group_ids):
                 part = checked.get(group_id, [])[start : start + ZERO_WIDTH]
                 ids[row, : len(part)] = part
-            zero = self._zero or self.compile_zeroing()
+            zero = self._zero or self._timed(self.compile_zeroing)
             self.planes = zero(self.planes, ids)
 
     def compile_zeroing(self) -> Any:
@@ -170,6 +173,12 @@ class CacheArena:
     def compilations(self) -> int:
         """Programs compiled so far."""
         return (self._zero is not None) + 2 * (self._copy is not None)
+
+    def _timed[T](self, make: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        program = make()
+        self.late_compile_seconds += time.perf_counter() - start
+        return program
 
     def _plane_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self.planes.items()}
@@ -198,7 +207,7 @@ class CacheArena:
                 for column, pair in enumerate(checked.get(group_id, [])[start : start + COPY_WIDTH]):
                     ids[:, row, column] = pair
             sources, destinations = ids
-            copy = self._copy or self.compile_copies()
+            copy = self._copy or self._timed(self.compile_copies)
             self.planes = copy.write(self.planes, copy.read(self.planes, sources), destinations)
 
     def _check_copied(self, group_id: str, block: object) -> int:

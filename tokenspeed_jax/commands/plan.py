@@ -21,7 +21,16 @@ from tokenspeed_jax.recipes.base import CacheSetup
 from tokenspeed_jax.weights import CheckpointConfig, model_of, open_config
 
 _WITHOUT_EFFECT = frozenset(
-    {"seed", "kernel_page_size", "attention_implementation", "compilation_cache_dir", "warmup", "disable_progress_bars"}
+    {
+        "seed",
+        "kernel_page_size",
+        "attention_implementation",
+        "grammar_backend",
+        "compilation_cache_dir",
+        "warmup",
+        "disable_progress_bars",
+        "kv_events_config",
+    }
 )
 _ONLY_ON_A_GPU = ("jax_memory_fraction", "workspace_gib", "gpu_memory_utilization")
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -17,8 +18,10 @@ from tokenspeed_jax.engine.buckets import BucketTable
 from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
 from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.grammar_compiler import Grammars, grammars_of
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
+from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.scorer import Scorer
@@ -28,8 +31,13 @@ from tokenspeed_jax.engine.start_report import Laps, StartReport
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import StepModel, init_device_state
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.kv_events import open_publisher
+from tokenspeed_jax.kv_events.feed import KVEventFeed
 from tokenspeed_jax.recipes.base import CacheSetup
 from tokenspeed_jax.recipes.report import GroupCapacity
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.kv_events.publisher import EventPublisher
 
 _LOG = logging.getLogger("tokenspeed_jax")
 
@@ -44,11 +52,15 @@ class Assembly:
     loop: StepLoop
     stats: StatsCollector
     scorer: Scorer
+    grammars: Grammars
     report: MemoryReport
     start: StartReport
+    publisher: "EventPublisher | None"
 
     def free(self) -> None:
-        """Drops the arena and the device state; the loop must have ended."""
+        """Drops the arena and the device state, and publishes the last events; the loop must have ended."""
+        if self.publisher is not None:
+            self.publisher.close()
         for leaf in jax.tree.leaves((self.programs.model.arena.planes, self.programs.device_state)):
             leaf.delete()
 
@@ -60,6 +72,16 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         ConfigError: a configuration that cannot work, before anything is allocated.
         CheckpointError: weights that do not fit the architecture.
     """
+    publisher = open_publisher(config.kv_events_config)
+    try:
+        return _assemble(config, source, publisher)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
+
+
+def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublisher | None") -> Assembly:
     device = jax.devices()[0]
     use_compilation_cache(config.compilation_cache_dir)
     limits = EngineLimits.resolve(
@@ -68,14 +90,15 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         vocab_size=source.config.vocab_size,
         platform=device.platform,
     )
-    planner = _CachePlanner(config, source, limits, device)
+    grammars = grammars_of(config, source.tokenizer, limits.vocab_size, source.eos_token_ids)
+    planner = _CachePlanner(config, source, limits, device, returns_logits=grammars.are_served)
     planner.check_cheap_limits()
     laps = Laps()
     model = SplitModel.of(source.build())
     loading = laps.lap()
     limits, setup = planner.plan(model)
 
-    step_model = _step_model(config, source, model, setup, limits)
+    step_model = _step_model(config, source, model, setup, limits, returns_logits=grammars.are_served)
     arena = step_model.arena
     state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
     programs = StepPrograms(step_model, model.weights, state, limits.max_model_len)
@@ -89,10 +112,18 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
-    stats = StatsCollector(setup.plan.num_lcm_blocks, prefix_caching=config.enable_prefix_caching)
-    scheduler = scheduling.Scheduler(
-        scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    stats = StatsCollector(
+        setup.plan.num_lcm_blocks,
+        prefix_caching=config.enable_prefix_caching,
+        groups=[spec.group_id for spec in setup.specs],
     )
+    settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    settings.enable_kv_cache_events = publisher is not None
+    scheduler = scheduling.Scheduler(settings)
+    events = None
+    if publisher is not None:
+        publisher.start(arena.contract.group_specs)
+        events = KVEventFeed(scheduler, publisher)
     loop = StepLoop(
         scheduler,
         programs,
@@ -100,19 +131,36 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
         stats,
         overlap_depth=limits.overlap_depth,
         eos_token_ids=source.eos_token_ids,
+        kv_events=events,
+        masks=_mask_builder(source, limits) if grammars.are_served else None,
     )
     scorer = Scorer(model, precision=step_model.precision)
-    return Assembly(source, limits, programs, loop, stats, scorer, report, start)
+    return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)
+
+
+def _mask_builder(source: ModelSource, limits: EngineLimits) -> MaskBuilder | None:
+    if source.tokenizer is None:
+        return None
+    return MaskBuilder(limits.vocab_size, source.tokenizer.token_ids(), source.eos_token_ids)
 
 
 class _CachePlanner:
     """Finds how large the arena may be, and what fits into it."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource, limits: EngineLimits, device: jax.Device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        limits: EngineLimits,
+        device: jax.Device,
+        *,
+        returns_logits: bool,
+    ) -> None:
         self._config = config
         self._source = source
         self._limits = limits
         self._device = device
+        self._returns_logits = returns_logits
         self.sizing = CacheSizing(config, source.config, source.dtype.name, limits)
 
     def check_cheap_limits(self) -> None:
@@ -138,9 +186,9 @@ class _CachePlanner:
         return limits, setup
 
     def _measure_workspace(self, split: SplitModel) -> int:
-        """Temporaries of the costliest step, from its compiled programs over the smallest arena that plans."""
+        """Workspace of the costliest step, from its compiled programs over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
-        model = _step_model(self._config, self._source, split, setup, self._limits)
+        model = _step_model(self._config, self._source, split, setup, self._limits, returns_logits=self._returns_logits)
         state = jax.eval_shape(
             lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size, model.router)
         )
@@ -178,7 +226,13 @@ def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup
 
 
 def _step_model(
-    config: EngineConfig, source: ModelSource, model: SplitModel, setup: CacheSetup, limits: EngineLimits
+    config: EngineConfig,
+    source: ModelSource,
+    model: SplitModel,
+    setup: CacheSetup,
+    limits: EngineLimits,
+    *,
+    returns_logits: bool,
 ) -> StepModel:
     kernels = _choose_kernels(config, source, setup)
     arena = CacheArena(setup.plan, setup.specs, setup.token_capacity)
@@ -197,6 +251,7 @@ def _step_model(
         bindings=kernels.bindings,
         attention_implementation=None if implementation == "auto" else implementation,
         precision="highest" if in_float32_on_gpu else None,
+        returns_logits=returns_logits,
     )
 
 
@@ -215,5 +270,7 @@ def _report(
         free=free,
         num_parents=setup.plan.num_lcm_blocks,
         parent_bytes=setup.plan.lcm_block_bytes,
+        prefix_granularity=setup.plan.prefix_granularity,
+        token_capacity=setup.token_capacity,
         groups=groups,
     )

@@ -30,7 +30,36 @@ buffers aligned to 256 bytes only."""
 
 _FLOAT_COLUMNS = FLOAT_CONSTANTS
 _INT_COLUMNS = ("slot", "output_index", "samples", *INT_CONSTANTS)
-_SLOT, _OUTPUT_INDEX, _SAMPLES, _CONSTANTS = range(4)
+_SLOT, _OUTPUT_INDEX, SAMPLES, _CONSTANTS = range(4)
+MIN_TOKENS = _INT_COLUMNS.index("min_tokens")
+
+Fields = dict[str, tuple[slice, tuple[int, ...]]]
+"""Where the fields of a buffer lie, and their shapes."""
+
+
+def fields_of(shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+    """Fields one after the other, each aligned."""
+    fields, begin = {}, 0
+    for name, shape in shapes.items():
+        end = begin + int(np.prod(shape))
+        fields[name] = (slice(begin, end), shape)
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return fields
+
+
+def sampling_shapes(rows: int) -> dict[str, tuple[int, ...]]:
+    """The fields from which `row_sampling` reads how rows are sampled."""
+    return {"ints": (len(_INT_COLUMNS), rows), "floats": (len(_FLOAT_COLUMNS), rows)}
+
+
+def row_sampling(ints: Int[Array, "columns rows"], floats: Int[Array, "columns rows"]) -> RowSampling:
+    """How each row is sampled, from two uploaded fields; floats come as their bits."""
+    columns: dict[str, Array] = dict(zip(_INT_COLUMNS, ints, strict=True))
+    values: Float[Array, "columns rows"] = lax.bitcast_convert_type(floats, jnp.float32)
+    columns |= dict(zip(_FLOAT_COLUMNS, values, strict=True))
+    columns |= {name: columns[name] != 0 for name in ("samples", "uses_history")}
+    seed = jnp.stack([columns.pop("seed_high"), columns.pop("seed_low")], axis=1)
+    return RowSampling(seed=lax.bitcast_convert_type(seed, jnp.uint32), **columns)
 
 
 @dataclass(frozen=True)
@@ -70,24 +99,18 @@ class BatchLayout:
     state_groups: tuple[str, ...]
 
     @cached_property
-    def _slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    def _slices(self) -> Fields:
         rows, tokens = self.bucket.rows, self.bucket.tokens
         shapes: dict[str, tuple[int, ...]] = {
             "tokens": (tokens,),
             "query_starts": (rows + 1,),
             "kv_lens": (rows,),
             "body_lengths": (rows,),
-            "ints": (len(_INT_COLUMNS), rows),
-            "floats": (len(_FLOAT_COLUMNS), rows),
+            **sampling_shapes(rows),
         }
         shapes |= {f"changes.{group}": (3, entries) for group, entries in self.table_changes}
         shapes |= {f"states.{group}": (3, rows) for group in self.state_groups}
-        slices, begin = {}, 0
-        for name, shape in shapes.items():
-            end = begin + int(np.prod(shape))
-            slices[name] = (slice(begin, end), shape)
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return slices
+        return fields_of(shapes)
 
     @property
     def size(self) -> int:
@@ -101,12 +124,6 @@ class BatchLayout:
     def unpack(self, buffer: Int[Array, " size"]) -> StepBatch:
         """The fields of an uploaded buffer, by static slices."""
         field = {name: buffer[where].reshape(shape) for name, (where, shape) in self._slices.items()}
-        ints = field["ints"]
-        floats: Float[Array, "columns rows"] = lax.bitcast_convert_type(field["floats"], jnp.float32)
-        columns: dict[str, Array] = dict(zip(_INT_COLUMNS, ints, strict=True))
-        columns |= dict(zip(_FLOAT_COLUMNS, floats, strict=True))
-        columns |= {name: columns[name] != 0 for name in ("samples", "uses_history")}
-        seed = jnp.stack([columns.pop("seed_high"), columns.pop("seed_low")], axis=1)
         return StepBatch(
             tokens=field["tokens"],
             query_starts=field["query_starts"],
@@ -114,7 +131,7 @@ class BatchLayout:
             changes={group: field[f"changes.{group}"] for group, _ in self.table_changes},
             states={group: StateBlocks(*field[f"states.{group}"]) for group in self.state_groups},
             body_lengths=field["body_lengths"],
-            sampling=RowSampling(seed=lax.bitcast_convert_type(seed, jnp.uint32), **columns),
+            sampling=row_sampling(field["ints"], field["floats"]),
         )
 
 
@@ -125,7 +142,9 @@ class BuiltBatch:
     Attributes:
         samples, slots: of each row.
         draws: whether the row samples a token; a prefill chunk that does not end its prompt draws none.
+        constrained: rows whose token a grammar constrains. The step draws none for them, `redraw` does.
         early_changes: changes of the block tables for which the buffer has no room, to be applied before the step.
+        num_tokens: tokens that the step computes, without padding.
     """
 
     layout: BatchLayout
@@ -133,7 +152,9 @@ class BuiltBatch:
     samples: tuple[SampleState, ...]
     slots: list[int]
     draws: list[bool]
+    constrained: list[int]
     early_changes: tuple[np.ndarray, ...]
+    num_tokens: int
 
 
 class BatchBuilder:
@@ -191,6 +212,9 @@ class BatchBuilder:
         completes[:num_prefills] = ends == np.asarray(batch.prefill_lengths_array())[:num_prefills]
         slots = np.asarray(batch.request_pool_indices_array())
         self._fill_sampling(view, slots, samples, completes)
+        # A sample with a grammar is never plain greedy.
+        constrained = [] if mode == "greedy" else constrained_rows(samples, completes)
+        view["ints"][SAMPLES, constrained] = 0
         own, early = self._changes.take(dict(layout.table_changes))
         for group, entries in own.items():
             view[f"changes.{group}"][:] = entries
@@ -200,7 +224,8 @@ class BatchBuilder:
         )
         for group, ids in blocks.items():
             view[f"states.{group}"][:] = ids
-        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), completes.tolist(), tuple(early))
+        draws = completes.tolist()
+        return BuiltBatch(layout, buffer, tuple(samples), slots.tolist(), draws, constrained, tuple(early), total)
 
     @staticmethod
     def _fill_sampling(
@@ -209,7 +234,7 @@ class BatchBuilder:
         n = len(samples)
         ints, floats = view["ints"], view["floats"].view(np.float32)
         ints[_SLOT, :n] = slots
-        ints[_SAMPLES, :n] = completes
+        ints[SAMPLES, :n] = completes
         ints[_OUTPUT_INDEX, :n] = [s.num_dispatched for s in samples]
         constants = np.frombuffer(b"".join([s.constants for s in samples]), np.int32).reshape(n, -1).T
         ints[_CONSTANTS:, :n] = constants[: len(INT_CONSTANTS)]
@@ -217,3 +242,8 @@ class BatchBuilder:
         # Padding rows must not divide by zero.
         floats[_FLOAT_COLUMNS.index("repetition"), n:] = 1.0
         floats[_FLOAT_COLUMNS.index("top_p"), n:] = 1.0
+
+
+def constrained_rows(samples: Sequence[SampleState], draws: np.ndarray) -> list[int]:
+    """Rows that draw a token under a grammar."""
+    return [row for row, sample in enumerate(samples) if sample.matcher is not None and draws[row]]

@@ -6,8 +6,10 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.kv_events import KVEventsConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+GrammarBackend = Literal["auto", "llguidance", "none"]
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -131,6 +133,13 @@ class EngineConfig:
         default=True,
         metadata=about("reuse the cache of equal prompt prefixes", opposites=("disable_radix_cache",)),
     )
+    kv_events_config: KVEventsConfig | None = field(
+        default=None,
+        metadata=about(
+            "tell routers on ZeroMQ what comes into the prefix cache and what leaves it, as in "
+            '{"enable_kv_cache_events": true}; default: nobody is told'
+        ),
+    )
     overlap_schedule: bool = field(
         default=True,
         metadata=about(
@@ -144,6 +153,17 @@ class EngineConfig:
         default="auto",
         metadata=about(
             "kernels of attention and recurrences: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"
+        ),
+    )
+    grammar_backend: GrammarBackend = field(
+        default="auto",
+        metadata=about(
+            "what constrains structured outputs; auto: llguidance where it is installed; none compiles nothing for "
+            "them and refuses them",
+            near_aliases={
+                "guided_decoding_backend": "the only backend is llguidance, which vLLM calls guidance",
+            },
+            spellings={"guidance": "llguidance"},
         ),
     )
     compilation_cache_dir: str | None = field(
@@ -182,11 +202,25 @@ class EngineConfig:
                 f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization!r}",
                 field="gpu_memory_utilization",
             )
-        for name, allowed in (("dtype", get_args(DType)), ("attention_implementation", ("auto", "mosaic", "xla"))):
+        for name, allowed in (
+            ("dtype", get_args(DType)),
+            ("attention_implementation", ("auto", "mosaic", "xla")),
+            ("grammar_backend", get_args(GrammarBackend)),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)
+        self._check_kv_events()
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name} must be true or false, got {value!r}", field=item.name)
+
+    def _check_kv_events(self) -> None:
+        events = self.kv_events_config
+        if events is None:
+            return
+        if not isinstance(events, KVEventsConfig):
+            raise ConfigError(f"kv_events_config must be a KVEventsConfig, got {events!r}", field="kv_events_config")
+        if events.enable_kv_cache_events and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config has no effect without enable_prefix_caching", field="kv_events_config")

@@ -3,32 +3,34 @@
 import asyncio
 import itertools
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from flax import nnx
 from tqdm import tqdm
 
-from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
-from tokenspeed_jax.engine.prompts import Prompt, as_batch, options_per_prompt, params_per_prompt
+from tokenspeed_jax.engine.prompts import Prompt, as_batch, as_token_ids, options_per_prompt, params_per_prompt, present
 from tokenspeed_jax.engine.request_options import RequestOptions
-from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.requests import LiveRequestIds, RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.stats import EngineStats
 from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.engine.validation import check_sampling, check_tokens
-from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.errors import EngineClosed
 from tokenspeed_jax.text import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -79,17 +81,12 @@ class Engine:
         self.model_name = source.name
         self.max_model_len = self._assembly.limits.max_model_len
         self._serial = itertools.count()
-        self._lock = threading.Lock()
-        self._live_ids: set[str] = set()
+        self._live_ids = LiveRequestIds()
         self._profiler = Profiler()
-        self._compilations_at_start = self._assembly.programs.compilations
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self._assembly.source.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer: give prompts as token ids", parameter="prompt")
-        return tokenizer
+        return present(self._assembly.source.tokenizer)
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -138,8 +135,10 @@ class Engine:
         batch = as_batch(prompts)
         each = params_per_prompt(params, len(batch))
         options = options_per_prompt(priority, cache_salt, len(batch))
+        tokenizer = self._assembly.source.tokenizer
         requests = [
-            (self._token_ids(prompt), item, option) for prompt, item, option in zip(batch, each, options, strict=True)
+            (as_token_ids(prompt, tokenizer), item, option)
+            for prompt, item, option in zip(batch, each, options, strict=True)
         ]
         for token_ids, item, _ in requests:
             self._check(token_ids, item)
@@ -188,24 +187,25 @@ class Engine:
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         prompt = list(prompt_token_ids)
-        max_tokens = self._check(prompt, params)
+        max_tokens, grammar = self._check(prompt, params)
         serial = next(self._serial)
         request = RequestState(
-            request_id=self._claim_id(request_id, serial),
+            request_id=self._live_ids.claim(f"request-{serial}" if request_id is None else request_id),
             prompt_token_ids=prompt,
             params=params,
             options=options,
             max_tokens=max_tokens,
             on_delta=on_delta,
+            grammar=grammar,
         )
         request.on_delta = self._releasing(request, on_delta)
         seed = params.seed if params.seed is not None else self.config.seed ^ (serial << 20)
         for index in range(params.n):
             request.samples.append(self._sample(request, serial, index, seed))
         try:
-            self._loop.submit(request, [_spec(sample) for sample in request.samples])
+            self._loop.submit(request, [sample.spec() for sample in request.samples])
         except EngineClosed:
-            self._release_id(request.request_id)
+            self._live_ids.release(request.request_id)
             raise
         return request.request_id
 
@@ -238,7 +238,9 @@ class Engine:
             except RuntimeError:  # the loop was closed, as by an interrupt: nobody is left to tell
                 self.abort(delta.request_id)
 
-        token_ids = await asyncio.to_thread(self._token_ids, prompt)
+        token_ids = await asyncio.to_thread(as_token_ids, prompt, self._assembly.source.tokenizer)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
         request_id = self._submit(token_ids, params, options, request_id, push)
         running = params.n
         try:
@@ -251,6 +253,14 @@ class Engine:
         finally:
             if running:
                 self.abort(request_id)
+
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
+        """Compiles a constraint ahead of `submit`, which else does it itself: up to a second for a large one.
+
+        Raises:
+            InvalidRequest: the constraint cannot be compiled, or this engine serves none.
+        """
+        self._assembly.grammars.compile(structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with "abort". Ids that are unknown or already finished are ignored."""
@@ -309,8 +319,20 @@ class Engine:
         assembly = self._assembly
         return assembly.stats.snapshot(
             arena_bytes=assembly.report.arena,
-            compilations_after_warmup=assembly.programs.compilations - self._compilations_at_start,
+            compilations_after_warmup=assembly.programs.compilations - assembly.start.programs,
+            compile_seconds=assembly.start.compiling + assembly.programs.late_compile_seconds,
         )
+
+    def activity(self, max_requests: int = 100) -> Future[Activity]:
+        """What the engine is doing, once the step that runs now has ended; waits for nothing.
+
+        Args:
+            max_requests: most started and most waiting requests that are listed.
+
+        Raises:
+            EngineClosed: the engine is closed; the future raises it if the engine ends meanwhile.
+        """
+        return self._loop.activity(max_requests)
 
     def close(self) -> None:
         """Aborts what runs, ends the step loop and frees device memory. Further calls raise `EngineClosed`."""
@@ -326,21 +348,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> int:
-        """Validates a request as a whole; returns its resolved max_tokens."""
+    def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Grammar | None]:
+        """Validates a request as a whole; returns its resolved max_tokens and its grammar."""
         limits = self._assembly.limits
         check_tokens(token_ids, limits)
-        return check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if messages and len(messages) == len(prompt):
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        # What is neither a message nor an id is refused with the rest of the request.
-        return cast("list[int]", list(prompt))
+        max_tokens = check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
+        constraint = params.structured_outputs
+        return max_tokens, None if constraint is None else self._assembly.grammars.compile(constraint)
 
     def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
         source = self._assembly.source
@@ -350,20 +364,8 @@ class Engine:
             max_tokens=request.max_tokens,
             detokenizer=source.detokenizer(skip_special_tokens=request.params.skip_special_tokens),
         )
-        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop)
-
-    def _claim_id(self, request_id: str | None, serial: int) -> str:
-        if request_id is None:
-            request_id = f"request-{serial}"
-        with self._lock:
-            if request_id in self._live_ids:
-                raise InvalidRequest(f"request_id {request_id!r} is already running", parameter="request_id")
-            self._live_ids.add(request_id)
-        return request_id
-
-    def _release_id(self, request_id: str) -> None:
-        with self._lock:
-            self._live_ids.discard(request_id)
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop, matcher)
 
     def _releasing(
         self, request: RequestState, on_delta: Callable[[RequestDelta], None]
@@ -372,7 +374,7 @@ class Engine:
 
         def deliver(delta: RequestDelta) -> None:
             if request.finished:
-                self._release_id(request.request_id)
+                self._live_ids.release(request.request_id)
             try:
                 on_delta(delta)
             except Exception:
@@ -381,19 +383,3 @@ class Engine:
                     self._loop.abort(request.request_id)
 
         return deliver
-
-
-def _spec(sample: SampleState) -> scheduling.RequestSpec:
-    spec = scheduling.RequestSpec()
-    spec.request_id = sample.scheduler_id
-    spec.tokens = sample.request.prompt_token_ids
-    options = sample.request.options
-    spec.priority = options.priority
-    spec.cache_salt = options.cache_salt or ""
-    # An undeclared budget reserves nothing ahead: most replies end long before the context does.
-    spec.max_new_tokens = sample.params.max_tokens or 0
-    # The prompt is computed for the first sample alone.
-    spec.fork_of = sample.request.samples[0].scheduler_id if sample.index > 0 else ""
-    if sample.request.prompt_scores is not None and sample.index == 0:
-        spec.reads_prefix_cache = False
-    return spec

@@ -57,9 +57,16 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
             continue
         token = tokens[index]
         results.tokens.append(token)
+        matcher = sample.matcher
+        if matcher is not None and not matcher.accept(token):
+            # What was drawn means nothing, but the scheduler has to be told of some token.
+            sample.finished = True
+            results.finished.append(slot)
+            deltas.append((sample, sample.delta([], sample.stop.flush(), "abort", matcher.error)))
+            continue
         if sample.request.max_tokens > 0:
             sample.token_ids.append(token)
-        update = sample.stop.push(token)
+        update = sample.stop.push(token, ends_grammar=matcher is not None and matcher.is_complete)
         if update.finish_reason is not None:
             sample.finished = True
             results.finished.append(slot)

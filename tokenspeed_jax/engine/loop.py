@@ -2,6 +2,9 @@
 
 Each turn plans a step, builds and dispatches its batch without waiting, and lands the step before it. Everything that
 decides (admission, stop rules) happens here between steps; other threads only put commands into the inbox.
+
+Where grammars constrain rows of a batch, the step before it lands while the batch runs, and what these rows may draw
+is found out before a second dispatch lets them draw.
 """
 
 import logging
@@ -17,16 +20,20 @@ import jax
 import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.landing import land
+from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.prompt_scorer import PendingScores
+from tokenspeed_jax.engine.redraw import Redraw
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
-from tokenspeed_jax.engine.step import unpack_outputs
+from tokenspeed_jax.engine.step import DeviceOutputs, unpack_outputs
 from tokenspeed_jax.errors import EngineClosed
+from tokenspeed_jax.kv_events.feed import KVEventFeed
 
 _LOG = logging.getLogger(__name__)
 _MAX_EMPTY_ROUNDS = 1000
@@ -47,6 +54,8 @@ class _Question:
     answer: Future[Any] = field(default_factory=Future)
 
     def __call__(self) -> None:
+        if not self.answer.set_running_or_notify_cancel():
+            return
         try:
             self.answer.set_result(self.function())
         except Exception as error:
@@ -57,7 +66,7 @@ class _Question:
 class _InFlight:
     round_number: int
     built: BuiltBatch
-    outputs: jax.Array
+    packed: jax.Array
     scores: PendingScores
     dispatched_at: float
 
@@ -65,9 +74,9 @@ class _InFlight:
 class StepLoop:
     """Runs requests to their end on a thread of its own.
 
-    Thread-safe: `submit`, `abort`, `call`, `ask`, `flush_cache`, `close`, and the read-only properties. Deltas are
-    delivered on the loop's thread. After an internal error every request finishes with "error" and the loop ends: a
-    step that failed half-way leaves donated buffers behind that nobody can vouch for.
+    Thread-safe: `submit`, `abort`, `call`, `ask`, `activity`, `flush_cache`, `close`, and the read-only properties.
+    Deltas are delivered on the loop's thread. After an internal error every request finishes with "error" and the loop
+    ends: a step that failed half-way leaves donated buffers behind that nobody can vouch for.
     """
 
     def __init__(
@@ -79,6 +88,8 @@ class StepLoop:
         *,
         overlap_depth: int,
         eos_token_ids: Collection[int],
+        kv_events: KVEventFeed | None = None,
+        masks: MaskBuilder | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._programs = programs
@@ -86,6 +97,8 @@ class StepLoop:
         self._stats = stats
         self._overlap_depth = overlap_depth
         self._eos_token_ids = eos_token_ids
+        self._kv_events = kv_events
+        self._masks = masks
         self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -96,6 +109,8 @@ class StepLoop:
         self._queued: set[str] = set()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
+        self._was_idle = True
+        self._landed_at = 0.0
         self._thread = threading.Thread(target=self._run, name="tokenspeed-step-loop", daemon=True)
         self._thread.start()
 
@@ -135,13 +150,22 @@ class StepLoop:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
+        return self._request(function).result()
+
+    def _request[T](self, function: Callable[[], T]) -> Future[T]:
         question = _Question(function)
         self._post(question)
-        return question.answer.result()
+        return question.answer
+
+    def activity(self, max_requests: int) -> Future[Activity]:
+        """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
+        return self._request(
+            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+        )
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, with nothing dropped, while requests hold cached blocks."""
-        return self.ask(self._scheduler.clear_cache)
+        return self.ask(self._clear_cache)
 
     def close(self, timeout: float | None = None) -> None:
         """Aborts what runs and ends the thread."""
@@ -176,7 +200,8 @@ class StepLoop:
                 questions = [item for item in self._inbox if isinstance(item, _Question)]
                 self._inbox.clear()
             for question in questions:
-                question.answer.set_exception(EngineClosed("the engine is closed"))
+                if question.answer.set_running_or_notify_cancel():
+                    question.answer.set_exception(EngineClosed("the engine is closed"))
             # What is still queued never reached the scheduler; it ends like what runs.
             for request in left:
                 self._register(request)
@@ -189,6 +214,7 @@ class StepLoop:
         while True:
             with self._wake:
                 while not (self._closing or self._inbox or self._requests or self._in_flight):
+                    self._was_idle = True
                     self._wake.wait()
                 if self._closing:
                     return False
@@ -227,6 +253,16 @@ class StepLoop:
         while len(self._in_flight) > max(keep, 0):
             self._land(self._in_flight.popleft())
         self._stats.observe_scheduler(self._scheduler)
+        # Last, while the device is at work on the step that was dispatched.
+        if self._kv_events is not None:
+            self._kv_events.forward()
+            self._stats.observe_kv_events(self._kv_events.dropped)
+
+    def _clear_cache(self) -> bool:
+        cleared = self._scheduler.clear_cache()
+        if cleared and self._kv_events is not None:
+            self._kv_events.clear()
+        return cleared
 
     def _prepare_blocks(self, plan: scheduling.ExecutionPlan) -> None:
         """Fresh blocks are cleared where that is needed, and blocks of forks are copied, before the batch runs."""
@@ -238,11 +274,33 @@ class StepLoop:
     def _dispatch(self, round_number: int, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         self._note_admissions(batch, samples)
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
-        outputs, hidden = self._programs.run(built)
-        scores = self._programs.scorer.dispatch(built, hidden)
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
-        self._in_flight.append(_InFlight(round_number, built, outputs, scores, time.perf_counter()))
+        outputs = self._programs.run(built)
+        self._observe_overlap()
+        dispatched_at = time.perf_counter()
+        scores = self._programs.scorer.dispatch(built, outputs.hidden)
+        packed = self._redrawn(built, outputs) if built.constrained else outputs.packed
+        self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at))
+
+    def _redrawn(self, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
+        """Dispatches the draws of a step's constrained rows, once the tokens before them are known."""
+        if self._masks is None or outputs.logits is None:
+            raise RuntimeError("a sample has a grammar in an engine that serves none")
+        # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
+        redraw = Redraw.of(built, self._masks.vocab_size)
+        self._masks.fill(redraw.masks, built.constrained, built.samples)
+        return self._programs.redraw(redraw, outputs.packed, outputs.logits)
+
+    def _observe_overlap(self) -> None:
+        """Notes whether the device still had work when the next step reached it; asked once that step is there, so
+        that a step that counts as overlapped was in time for certain."""
+        if not self._was_idle:
+            before: Any = self._in_flight[-1].packed if self._in_flight else None  # jax's types do not have is_ready
+            self._stats.observe_dispatch(overlapped=before is not None and not before.is_ready())
+        self._was_idle = False
 
     def _note_admissions(self, batch: scheduling.Forward.Batch, samples: list[SampleState]) -> None:
         """Prepares the slots of rows that were admitted by this plan, freshly or after a retraction."""
@@ -250,11 +308,15 @@ class StepLoop:
         if not starts:
             return
         slots = batch.request_pool_indices
+        now, has_admitted = time.monotonic(), False
         for index, sample in enumerate(samples[: len(starts)]):
             if self._slot_owner.get(slots[index]) is sample:
                 continue
             self._slot_owner[slots[index]] = sample
             self._queued.discard(sample.request.request_id)
+            has_admitted = True
+            if sample.scheduled_at is None:
+                sample.scheduled_at = now
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
                 looked_up = sample.request.prompt_scores is None
@@ -262,13 +324,16 @@ class StepLoop:
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
+        if has_admitted:
+            self._stats.observe_hits(self._scheduler)
 
     def _land(self, step: _InFlight) -> None:
-        outputs = unpack_outputs(np.asarray(step.outputs))
+        outputs = unpack_outputs(np.asarray(step.packed))
         step.scores.land()
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
-        self._stats.observe_step(time.perf_counter() - step.dispatched_at)
+        begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
+        self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:

@@ -81,6 +81,8 @@ class MemoryReport:
         device_state: sampling state of the request slots.
         workspace: the largest step's temporaries.
         free: what the device has left after all of these; None where the platform does not say.
+        prefix_granularity: tokens of a prefix page, at whose multiples requests share the cache.
+        token_capacity: most tokens that the arena could hold, with the most densely packed cache group alone.
         groups: capacity of each cache group if it had the whole arena.
     """
 
@@ -91,6 +93,8 @@ class MemoryReport:
     free: int | None
     num_parents: int
     parent_bytes: int
+    prefix_granularity: int
+    token_capacity: int
     groups: tuple[GroupCapacity, ...]
 
     def lines(self) -> Iterable[str]:

@@ -19,7 +19,8 @@ class Sample:
         text: `token_ids` decoded, without special tokens and without the stop string that ended it.
         finish_reason: "stop" (stop string, stop id or end of sequence), "length", "abort", or "error" when the engine
             failed under it.
-        stop_reason: the stop string or stop id that matched; None for end of sequence and other reasons.
+        stop_reason: the stop string or stop id that matched, or of "abort" why a grammar could not go on; None for
+            end of sequence and other reasons.
         logprobs: natural log-probability of each token under the model, before temperature, penalties,
             bias and truncation; None unless asked for.
         sampling_logprobs: log-probability of each token under the distribution it was drawn from, after
@@ -59,6 +60,8 @@ class RequestDelta:
     """What one sample gained since its previous delta. The last one carries `finish_reason`.
 
     Attributes:
+        scheduled_at: when the sample left the queue for its first step, in seconds of `time.monotonic`; None if it
+            ended before that.
         prompt_logprobs: as in `RequestOutput`; a sample's first delta carries them and no other.
     """
 
@@ -73,4 +76,5 @@ class RequestDelta:
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scheduled_at: float | None = None
     prompt_logprobs: PromptLogprobs | None = None

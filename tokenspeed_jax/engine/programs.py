@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,11 +20,12 @@ from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
 from tokenspeed_jax.engine.compilation_cache import CacheHits
 from tokenspeed_jax.engine.prompt_scorer import PromptScorer
+from tokenspeed_jax.engine.redraw import Redraw, RedrawLayout, build_redraw
 from tokenspeed_jax.engine.requests import SampleState
-from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS
+from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
 from tokenspeed_jax.engine.split_model import Weights
-from tokenspeed_jax.engine.step import DeviceState, StepModel, build_step
+from tokenspeed_jax.engine.step import DeviceOutputs, DeviceState, StepModel, build_step
 
 _PARALLEL_COMPILATIONS = min(max(os.cpu_count() or 1, 2), 16)
 """Threads that compile while another lowers: the compiler lets go of Python's lock, and uses few cores by itself."""
@@ -42,7 +45,9 @@ class StepPrograms:
     weights: Weights
     device_state: DeviceState
     max_model_len: int
+    _late_compile_seconds: float = 0.0
     _steps: dict[Bucket, Any] = field(default_factory=dict)
+    _redraws: dict[int, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
 
@@ -59,6 +64,8 @@ class StepPrograms:
         arena = self.model.arena
         others = [self._compile_begin, self._compile_update, arena.compile_copies]
         others += [arena.compile_zeroing] if arena.requires_block_zeroing else []
+        if self.model.returns_logits:
+            others += [partial(self._compile_redraw, rows) for rows in {layout.bucket.rows for layout in layouts}]
         unscored = {layout.bucket.tokens for layout in layouts if layout.bucket.mode == "extend"}
         num_programs = len(layouts) + len(others) + len(unscored)
         with (
@@ -87,33 +94,40 @@ class StepPrograms:
     def compiled(self, layout: BatchLayout) -> Any:
         """The compiled step of a bucket (`jax.stages.Compiled`); compiles it when it is missing."""
         if layout.bucket not in self._steps:
-            self._steps[layout.bucket] = self._lower(layout).compile()
+            self._steps[layout.bucket] = self._timed(lambda: self._lower(layout).compile())
         return self._steps[layout.bucket]
 
     def measured_workspace(self, layout: BatchLayout) -> int:
-        """Temporaries of an extend step and of the scoring of its rows, both of which this compiles."""
+        """Workspace of an extend step and of the scoring of its rows, both of which this compiles."""
         lowered = self._lower(layout)
         self._steps[layout.bucket] = lowered.compile()
         self._lower_scorer(lowered)()
         return self.workspace_bytes
 
-    def run(self, built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
+    def run(self, built: BuiltBatch) -> DeviceOutputs:
         """Dispatches one step without waiting for it.
 
-        Returns:
-            Its packed outputs (see `step.unpack_outputs`), and the hidden rows of a step that feeds prompts.
+        What is drawn is on its way to the host then, unless `redraw` has rows to draw yet.
         """
         arena = self.model.arena
         for changes in built.early_changes:
-            update = self._update_tables or self._compile_update()
+            update = self._update_tables or self._timed(self._compile_update)
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
-        arena.planes, self.device_state, outputs, hidden = step(
-            self.weights, arena.planes, self.device_state, built.buffer
-        )
-        outputs.copy_to_host_async()
-        return outputs, hidden
+        results = step(self.weights, arena.planes, self.device_state, built.buffer)
+        arena.planes, self.device_state, outputs = results
+        if not built.constrained:
+            outputs.packed.copy_to_host_async()
+        return outputs
+
+    def redraw(self, redraw: Redraw, packed: jax.Array, logits: jax.Array) -> jax.Array:
+        """Dispatches the draws of a batch's constrained rows; returns the step's packed outputs with theirs in them."""
+        rows = redraw.layout.rows
+        program = self._redraws.get(rows) or self._timed(lambda: self._compile_redraw(rows))
+        self.device_state, packed = program(logits, self.device_state, packed, redraw.buffer)
+        packed.copy_to_host_async()
+        return packed
 
     def begin_request(self, slot: int, sample: SampleState, blocked: np.ndarray) -> None:
         """Sets a slot's token counts, bias and stop mask for a sample whose parameters need them.
@@ -121,7 +135,7 @@ class StepPrograms:
         Args:
             blocked: ids that may not be drawn before `min_tokens`, as `sampling_state.blocked_ids` gives them.
         """
-        begin = self._begin or self._compile_begin()
+        begin = self._begin or self._timed(self._compile_begin)
         sampling = begin(
             self.device_state.sampling,
             np.int32(slot),
@@ -135,16 +149,37 @@ class StepPrograms:
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        others = (self._begin, self._update_tables)
-        once = sum(item is not None for item in others)
-        return len(self._steps) + once + self.scorer.compilations + self.model.arena.compilations
+        once = sum(item is not None for item in (self._begin, self._update_tables))
+        own = len(self._steps) + len(self._redraws) + once
+        return own + self.scorer.compilations + self.model.arena.compilations
+
+    @property
+    def late_compile_seconds(self) -> float:
+        """Time spent compiling outside of `warm_up`."""
+        return self._late_compile_seconds + self.scorer.late_compile_seconds + self.model.arena.late_compile_seconds
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporaries of the costliest program compiled so far, and the hidden rows that it makes or reads."""
-        steps = (step.memory_analysis() for step in self._steps.values())
-        own = (step.temp_size_in_bytes + step.output_size_in_bytes - step.alias_size_in_bytes for step in steps)
-        return max(self.scorer.workspace_bytes, *own, 0)
+        """Temporaries of the costliest program compiled so far, with what a step hands out beside arena and state."""
+        steps = (_workspace(step.memory_analysis()) for step in self._steps.values())
+        return max(self.scorer.workspace_bytes + self._logits_bytes, *steps, 0)
+
+    @property
+    def _logits_bytes(self) -> int:
+        """Logits of a step, which are kept for `redraw` while its prompts are scored."""
+        if not self.model.returns_logits:
+            return 0
+        return 4 * self._vocab_size * max((bucket.rows for bucket in self._steps), default=0)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.device_state.sampling.output_counts.shape[1]
+
+    def _timed(self, make: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        program = make()
+        self._late_compile_seconds += time.perf_counter() - start
+        return program
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         step = jax.jit(build_step(self.model, layout), donate_argnums=(1, 2))
@@ -156,7 +191,7 @@ class StepPrograms:
 
     def _lower_scorer(self, step: jax.stages.Lowered) -> Callable[[], None]:
         """What compiles the scorer of an extend step's hidden rows."""
-        hidden = step.out_info[-1]
+        hidden = step.out_info[-1].hidden
         return self.scorer.lower(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype))
 
     def _compile_update(self) -> Any:
@@ -169,6 +204,18 @@ class StepPrograms:
         tables = jax.tree.map(_shape_of, self.device_state.tables)
         self._update_tables = jax.jit(update, donate_argnums=0).lower(tables, changes).compile()
         return self._update_tables
+
+    def _compile_redraw(self, rows: int) -> Any:
+        vocab_size = self._vocab_size
+        layout = RedrawLayout(rows, vocab_size)
+        lowered = jax.jit(build_redraw(layout), donate_argnums=1).lower(
+            jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
+            jax.tree.map(_shape_of, self.device_state),
+            jax.ShapeDtypeStruct((rows, 3 + 2 * min(MAX_TOP_LOGPROBS, vocab_size)), jnp.int32),
+            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+        )
+        self._redraws[rows] = lowered.compile()
+        return self._redraws[rows]
 
     def _compile_begin(self) -> Any:
         ids = jax.ShapeDtypeStruct((self.max_model_len,), jnp.int32)
@@ -183,6 +230,10 @@ class StepPrograms:
         )
         self._begin = lowered.compile()
         return self._begin
+
+
+def _workspace(memory: Any) -> int:
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _shape_of(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

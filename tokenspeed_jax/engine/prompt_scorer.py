@@ -5,6 +5,7 @@ its prompt pass through the model's head here, so many at a time that their logi
 152k would be 19 GiB.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,18 @@ class PendingScores:
 
 
 class PromptScorer:
-    """Compiles and dispatches the scoring of a step's rows. Owned by the step loop; not thread-safe after warm-up."""
+    """Compiles and dispatches the scoring of a step's rows. Owned by the step loop; not thread-safe after warm-up.
+
+    Attributes:
+        late_compile_seconds: time spent compiling outside of the warm-up.
+    """
 
     def __init__(self, structure: ModelStructure, weights: Weights, precision: str | None) -> None:
         self._structure = structure
         self._weights = weights
         self._precision = precision
         self._programs: dict[int, Any] = {}
+        self.late_compile_seconds = 0.0
 
     def lower(self, hidden: jax.ShapeDtypeStruct) -> Callable[[], None]:
         """Lowers the program for hidden rows of this shape; the result compiles it, on any thread."""
@@ -100,7 +106,9 @@ class PromptScorer:
         if hidden is None or not spans:
             return PendingScores()
         if hidden.shape[0] not in self._programs:
+            start = time.perf_counter()
             self.lower(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=hidden.sharding))()
+            self.late_compile_seconds += time.perf_counter() - start
         program = self._programs[hidden.shape[0]]
         per_call = min(ROWS_PER_CALL, hidden.shape[0])
         rows = np.concatenate([np.array(span.rows, np.int32) for span in spans])

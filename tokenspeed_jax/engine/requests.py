@@ -1,15 +1,23 @@
 """What the step loop remembers about a request while it runs."""
 
 import struct
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs, PromptScores
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.engine.grammar import Grammar, Matcher
 
 DeltaSink = Callable[[RequestDelta], None]
 
@@ -25,6 +33,7 @@ class SampleState:
     Attributes:
         scheduler_id: id towards the scheduler, unique for the engine's life.
         seed: 63-bit seed of this sample's noise.
+        matcher: where the sample is in the grammar that constrains it; None without one.
         constants: what each of its steps uploads for sampling, packed once, since the step loop does it for hundreds
             of rows at a time: `INT_CONSTANTS` as 32-bit integers, then `FLOAT_CONSTANTS` as float32.
         token_ids: landed tokens.
@@ -32,6 +41,7 @@ class SampleState:
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
         has_told_prompt: a delta has carried the prompt's log-probabilities.
+        scheduled_at: when it was first given a place in a step; None before that.
     """
 
     scheduler_id: str
@@ -39,15 +49,17 @@ class SampleState:
     index: int
     seed: int
     stop: StopChecker
+    matcher: "Matcher | None" = None
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
     has_told_prompt: bool = False
+    scheduled_at: float | None = None
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
         self.prompt_length = len(self.request.prompt_token_ids)
-        self.is_plain_greedy = params.is_plain_greedy
+        self.is_plain_greedy = params.is_plain_greedy and self.matcher is None
         self.constants = _CONSTANTS.pack(
             params.top_k,
             *seed_words(self.seed),
@@ -60,6 +72,21 @@ class SampleState:
             params.frequency_penalty,
             params.repetition_penalty,
         )
+
+    def spec(self) -> scheduling.RequestSpec:
+        """The scheduler's view of the sample."""
+        spec = scheduling.RequestSpec()
+        spec.request_id = self.scheduler_id
+        spec.tokens = self.request.prompt_token_ids
+        options = self.request.options
+        spec.priority = options.priority
+        spec.cache_salt = options.cache_salt or ""
+        # An undeclared budget reserves nothing ahead: most replies end long before the context does.
+        spec.max_new_tokens = self.params.max_tokens or 0
+        # The prompt is computed, and scored, for the first sample alone.
+        spec.fork_of = self.request.samples[0].scheduler_id if self.index > 0 else ""
+        spec.reads_prefix_cache = self.request.prompt_scores is None or self.index > 0
+        return spec
 
     def delta(
         self,
@@ -85,6 +112,7 @@ class SampleState:
             top_logprobs=top_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            scheduled_at=self.scheduled_at,
             prompt_logprobs=self._untold_prompt_logprobs(),
         )
 
@@ -102,9 +130,11 @@ class RequestState:
     """One request: a prompt and its `n` samples.
 
     Attributes:
+        grammar: what constrains each of the samples; None where nothing does.
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
         prompt_scores: where the prompt's log-probabilities are gathered; None when nobody asks for them.
+        submitted_at: monotonic seconds.
     """
 
     request_id: str
@@ -113,8 +143,10 @@ class RequestState:
     options: RequestOptions
     max_tokens: int
     on_delta: DeltaSink
+    grammar: "Grammar | None" = None
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         count = self.params.prompt_logprobs
@@ -123,3 +155,28 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return all(sample.finished for sample in self.samples)
+
+
+class LiveRequestIds:
+    """Ids of the requests that run, each at most once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+
+    def claim(self, request_id: str) -> str:
+        """Takes an id until it is released, and returns it.
+
+        Raises:
+            InvalidRequest: it is taken.
+        """
+        with self._lock:
+            if request_id in self._ids:
+                raise InvalidRequest(f"request_id {request_id!r} is already running", parameter="request_id")
+            self._ids.add(request_id)
+        return request_id
+
+    def release(self, request_id: str) -> None:
+        """Gives an id back; one that nobody has is ignored."""
+        with self._lock:
+            self._ids.discard(request_id)

@@ -2,7 +2,7 @@
 
 Two modes. `sample_greedy` is the argmax of the raw logits. `sample` serves everything in `SamplingParams`:
 
-    logits -> bias -> repetition -> presence, frequency -> min_tokens mask        ("penalised")
+    logits -> bias -> repetition -> presence, frequency -> min_tokens mask, grammar's mask  ("penalised")
            -> temperature -> top-k -> top-p -> min-p                              (the distribution drawn from)
            -> argmax(scaled logit + Gumbel noise)
 
@@ -117,16 +117,24 @@ def sample_greedy(logits: Float32[Array, "rows vocab"]) -> SampleResult:
 
 
 def sample(
-    logits: Float32[Array, "rows vocab"], rows: RowSampling, state: SamplingState
+    logits: Float32[Array, "rows vocab"],
+    rows: RowSampling,
+    state: SamplingState,
+    allowed: Bool[Array, "rows vocab"] | None = None,
 ) -> tuple[SampleResult, SamplingState]:
     """One token per row under the row's own parameters; the state counts the tokens of rows that sample.
 
     No two rows with `samples` may share a slot. A row whose every token is masked draws id 0.
     Raises ValueError for a vocabulary above `MAX_VOCAB`.
+
+    Args:
+        allowed: ids that each row may draw; None allows all. Log-probabilities under the raw logits do not heed it.
     """
     if logits.shape[1] > MAX_VOCAB:
         raise ValueError(f"the sampler takes vocabularies up to {MAX_VOCAB}, got {logits.shape[1]}")
     penalised = _penalised(logits, rows, state)
+    if allowed is not None:
+        penalised = jnp.where(allowed, penalised, -jnp.inf)
     peak = jnp.max(penalised, axis=-1)
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     is_greedy = rows.temperature <= 0.0

@@ -1,4 +1,4 @@
-"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs, hidden)`.
+"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs)`.
 
 Planes and device state are donated, so a step updates the arena in place. The sampled token of each slot stays in
 the device state: the next step takes its input from there, and the host may plan that step before this one landed.
@@ -61,6 +61,7 @@ class StepModel:
     Attributes:
         structure: what makes a module of the weights, which are a step argument.
         precision: matmul precision of every product in the step; None leaves JAX's default.
+        returns_logits: whether steps that run the whole sampler hand out their logits, from which `redraw` draws.
     """
 
     structure: ModelStructure
@@ -69,21 +70,35 @@ class StepModel:
     bindings: tuple[LayerBinding, ...]
     attention_implementation: Implementation | None
     precision: str | None
+    returns_logits: bool = False
 
 
-def build_step(
-    model: StepModel, layout: BatchLayout
-) -> Callable[..., tuple[Planes, DeviceState, jax.Array, jax.Array | None]]:
-    """The step function of one bucket, to be jitted with `planes` and `device_state` donated.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceOutputs:
+    """What a step hands out beside the arena and the state, while it is on the device.
 
-    Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`. The last thing it returns is
-    what the model made of every token, for `PromptScorer`; None in decode mode, which feeds no prompts.
+    Attributes:
+        packed: what was drawn for each row, see `unpack_outputs`.
+        logits: of each row, from which `redraw` draws; None where steps of this kind do not hand them out.
+        hidden: what the model made of every token, which `PromptScorer` scores; None in decode mode, which feeds no
+            prompts.
     """
-    bucket = layout.bucket
 
-    def step(
-        weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]
-    ) -> tuple[Planes, DeviceState, Int[Array, "rows columns"], Float[Array, "tokens hidden"] | None]:
+    packed: Int[Array, "rows columns"]
+    logits: Float[Array, "rows vocab"] | None = None
+    hidden: Float[Array, "tokens hidden"] | None = None
+
+
+StepResult = tuple[Planes, DeviceState, DeviceOutputs]
+
+
+def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., StepResult]:
+    """The step function of one bucket, to be jitted with `planes` and `device_state` donated."""
+    bucket = layout.bucket
+    returns_logits = model.returns_logits and bucket.sampling == "full"
+
+    def step(weights: Weights, planes: Planes, device_state: DeviceState, buffer: Int[Array, " size"]) -> StepResult:
         batch = layout.unpack(buffer)
         module = model.structure.module(weights)
         if bucket.mode == "decode":
@@ -108,14 +123,18 @@ def build_step(
             implementation=model.attention_implementation,
         )
         hidden = module(tokens, positions, attention)
-        every_hidden = hidden if bucket.mode == "extend" else None
-        if bucket.mode == "extend":
-            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        result, sampling = _draw(module.logits(hidden), batch.sampling, device_state.sampling, bucket.sampling)
+        last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)] if bucket.mode == "extend" else hidden
+        logits = module.logits(last)
+        result, sampling = _draw(logits, batch.sampling, device_state.sampling, bucket.sampling)
         # Rows that draw nothing write the padding slot.
         target = jnp.where(batch.sampling.samples, slots, 0)
         last_tokens = device_state.last_tokens.at[target].set(result.token)
-        return attention.planes, DeviceState(last_tokens, sampling, tables), _pack_outputs(result), every_hidden
+        outputs = DeviceOutputs(
+            pack_outputs(result),
+            logits=logits if returns_logits else None,
+            hidden=hidden if bucket.mode == "extend" else None,
+        )
+        return attention.planes, DeviceState(last_tokens, sampling, tables), outputs
 
     return step
 
@@ -128,7 +147,8 @@ def _draw(
     return sample(logits, rows, state)
 
 
-def _pack_outputs(result: SampleResult) -> Int[Array, "rows columns"]:
+def pack_outputs(result: SampleResult) -> Int[Array, "rows columns"]:
+    """A step's outputs in one array, see `unpack_outputs`."""
     floats = jnp.concatenate([result.logprob[:, None], result.sampling_logprob[:, None], result.top_logprobs], axis=1)
     words = lax.bitcast_convert_type(floats, jnp.int32)
     return jnp.concatenate([result.token[:, None], result.top_ids, words], axis=1)

@@ -78,7 +78,8 @@ class StopChecker:
     string in the decoded text, `max_tokens`. The text of an id that ends the sample is not shown, nor a stop string
     and what follows it; with `include_stop_str_in_output` only what follows it is not. None of the first three ends a
     sample within its first `min_tokens` tokens; a stop string must lie wholly in text that later tokens brought. A
-    character belongs to the token that completes it.
+    character belongs to the token that completes it. The end of a grammar ends the sample like an end-of-sequence id,
+    without any such exception: nothing could follow.
 
     Args:
         eos_token_ids: the model's end-of-sequence ids.
@@ -101,8 +102,12 @@ class StopChecker:
         self._tokens = 0
         self._is_finished = False
 
-    def push(self, token_id: int) -> StopUpdate:
-        """Takes the sample's next token. Raises RuntimeError once the sample has ended."""
+    def push(self, token_id: int, *, ends_grammar: bool = False) -> StopUpdate:
+        """Takes the sample's next token. Raises RuntimeError once the sample has ended.
+
+        Args:
+            ends_grammar: the token is the end of the grammar that constrains the sample.
+        """
         if self._is_finished:
             raise RuntimeError("a token was pushed after the sample had ended")
         self._tokens += 1
@@ -113,6 +118,8 @@ class StopChecker:
                 return self._end_at(token_id, token_id)
             if token_id in self._eos_ids:
                 return self._end_at(token_id, None)
+        if ends_grammar:
+            return self._end_at(token_id, None)
         shown, stop = self._match(self._detokenizer.push([token_id]))
         if stop is not None:
             self._is_finished = True

@@ -1,7 +1,7 @@
 """`StructuredOutputsParams`: what the text of a sample has to look like."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,8 +24,8 @@ class StructuredOutputsParams:
         regex: an expression that the whole text matches.
         choice: texts, one of which it is.
         grammar: a grammar in llguidance's dialect of Lark.
-        begins_after: text that ends an unconstrained part in front, such as the model's reasoning with its closing
-            mark; None constrains from the first token on.
+        begins_after: text that ends an unconstrained part in front, such as the closing mark of the model's reasoning;
+            None constrains from the first token on. It may be or end in a special token.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -36,17 +36,15 @@ class StructuredOutputsParams:
     begins_after: str | None = None
 
     def __post_init__(self) -> None:
-        given = [item.name for item in fields(self)[:5] if getattr(self, item.name) not in (None, False)]
-        if self.json is False:
-            given.append("json")
+        if not isinstance(self.json_object, bool):
+            _refuse("json_object", "must be true or false", self.json_object)
+        given = self._given()
         if len(given) != 1:
             raise InvalidRequest(
                 "structured_outputs takes exactly one of json, json_object, regex, choice and grammar, got "
                 + (", ".join(given) or "none"),
                 parameter="structured_outputs",
             )
-        if self.json_object not in (False, True):
-            _refuse("json_object", "must be true or false", self.json_object)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         for name in ("regex", "grammar", "begins_after"):
@@ -54,15 +52,33 @@ class StructuredOutputsParams:
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(name, "must be a non-empty string", value)
         if self.choice is not None:
-            if isinstance(self.choice, str) or not all(isinstance(text, str) and text for text in self.choice):
-                _refuse("choice", "must be a list of non-empty strings", self.choice)
-            object.__setattr__(self, "choice", tuple(self.choice))
-        self._check_size(given[0])
+            texts = self.choice
+            if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
+                _refuse("choice", "must be a list of non-empty strings", texts)
+            if not all(isinstance(text, str) and text for text in texts):
+                _refuse("choice", "must be a list of non-empty strings", texts)
+            object.__setattr__(self, "choice", tuple(texts))
+        for name in (given[0], "begins_after"):
+            self._check_text(name)
 
-    def _check_size(self, name: str) -> None:
+    @property
+    def constraint(self) -> str:
+        """The name of the field that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        absent = {"json_object": False}
+        return [item.name for item in fields(self)[:5] if getattr(self, item.name) is not absent.get(item.name)]
+
+    def _check_text(self, name: str) -> None:
         value = getattr(self, name)
         texts = value if isinstance(value, tuple) else [value] if isinstance(value, str) else []
-        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                f"structured_outputs.{name} must be valid Unicode", parameter=f"structured_outputs.{name}"
+            ) from None
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"structured_outputs.{name} has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}",

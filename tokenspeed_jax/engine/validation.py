@@ -62,8 +62,6 @@ def check_sampling(
     for token in params.logit_bias:
         _check_token_id("logit_bias", token, limits.vocab_size)
     blocked_ids(params, eos_token_ids)
-    if params.structured_outputs is not None:
-        raise InvalidRequest("structured_outputs are not supported yet", parameter="structured_outputs")
     return max_tokens
 
 

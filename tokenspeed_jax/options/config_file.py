@@ -52,7 +52,7 @@ def parse_value(value: Any, kind: ValueKind) -> Any:
     if kind.is_mapping:
         if not isinstance(value, dict):
             raise OptionError(f"must be a mapping, got {value!r}")
-        return value
+        return kind.of_mapping(value)
     return _parse_scalar(value, kind)
 
 

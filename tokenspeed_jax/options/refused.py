@@ -11,6 +11,8 @@ _TEMPLATE = "a conversation goes through the checkpoint's own template"
 _TOKENIZER = "the tokenizer is the checkpoint's own"
 _COMPILED = "steps are always compiled; --no-warmup compiles them on first use"
 _KERNELS = "kernels are chosen by --attention-implementation"
+_GRAMMARS = "the grammar backend is chosen by --grammar-backend"
+_JSON_BLANKS = "blanks between the tokens of JSON are allowed and bounded; a schema's x-guidance changes that"
 _ORDER = "requests run in the order of their `priority` field, and of arrival among equals"
 _QUANTIZED = "weights are not kept quantised; those of gpt-oss and of GGUF files are expanded on loading"
 _METRICS = "/metrics is always there"
@@ -55,6 +57,11 @@ REFUSED = MappingProxyType(
         "--attention-backend": _KERNELS,
         "--sampling-backend": _KERNELS,
         "--moe-runner-backend": _KERNELS,
+        "--structured-outputs-config": _GRAMMARS,
+        "--guided-decoding-disable-fallback": _GRAMMARS,
+        "--guided-decoding-disable-any-whitespace": _JSON_BLANKS,
+        "--constrained-json-whitespace-pattern": _JSON_BLANKS,
+        "--constrained-json-disable-any-whitespace": _JSON_BLANKS,
         "--enforce-eager": _COMPILED,
         "--disable-cuda-graph": _COMPILED,
         "--cuda-graph-max-bs": _COMPILED,
@@ -83,6 +90,8 @@ REFUSED = MappingProxyType(
         "--disaggregation-mode": "prefill and decode are not split between servers",
         "--kv-transfer-config": "the cache is not moved between machines",
         "--enable-metrics": _METRICS,
+        "--enable-trace": "--otlp-traces-endpoint turns traces on",
+        "--collect-detailed-traces": "a trace of --otlp-traces-endpoint has everything that is known of its request",
         "--disable-log-stats": _METRICS,
         "--enable-cache-report": "usage always has the cached tokens",
         "--enable-prompt-tokens-details": "usage always has the cached tokens",

@@ -4,8 +4,11 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin
+
+from tokenspeed_jax.errors import ConfigError
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 
@@ -25,6 +28,7 @@ class ValueKind:
         is_text: a value in a configuration file must be text: YAML would turn `1.10` into another number.
         is_list: the option may be repeated, and is a list in a configuration file.
         is_mapping: a mapping in a configuration file, JSON on the command line.
+        of_mapping: the value of such a mapping; raises `OptionError`.
     """
 
     parse: Callable[[str], Any]
@@ -33,6 +37,7 @@ class ValueKind:
     is_text: bool = False
     is_list: bool = False
     is_mapping: bool = False
+    of_mapping: Callable[[dict[str, Any]], Any] = dict
 
     @classmethod
     def of(cls, hint: Any, spellings: Mapping[str, str]) -> "ValueKind":
@@ -48,6 +53,9 @@ class ValueKind:
             return cls(item.parse, item.placeholder, is_text=item.is_text, is_list=True)
         if get_origin(hint) is Mapping:
             return cls(_mapping, "JSON", is_mapping=True)
+        if is_dataclass(hint) and isinstance(hint, type):
+            build = partial(_record, hint)
+            return cls(lambda text: build(_json_object(text)), "JSON", is_mapping=True, of_mapping=build)
         if hint in (int, float, str):
             parse: Callable[[str], Any] = {int: _integer, float: _number, str: str}[hint]
             return cls(parse, {int: "INTEGER", float: "NUMBER", str: "TEXT"}[hint], is_text=hint is str)
@@ -93,10 +101,37 @@ def _number(text: str) -> float:
 
 
 def _mapping(text: str) -> dict[int, float]:
+    return {_integer(key): number for key, number in _json_object(text).items()}
+
+
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_without_repetition)
+    except OptionError:
+        raise
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise OptionError(f"must be a JSON object, got {text!r}")
-    return {_integer(key): number for key, number in value.items()}
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise OptionError(f"has the key {key!r} twice")
+        found[key] = value
+    return found
+
+
+def _record(kind: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass `kind` with these fields; it checks their values itself."""
+    known = [item.name for item in fields(kind)]
+    for key in values:
+        if key not in known:
+            raise OptionError(f"has no key {key!r}; its keys are {', '.join(known)}")
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise OptionError(str(error)) from None

@@ -1,14 +1,16 @@
-"""Who may ask for what: keys come in the `Authorization` header and are compared in constant time."""
+"""Who may ask for what: keys come in headers and are compared in constant time."""
 
 import hmac
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed_jax.serve.config import ServerConfig
-from tokenspeed_jax.serve.errors import ApiError
+from tokenspeed_jax.serve.errors import ApiError, speaks_anthropic
+from tokenspeed_jax.serve.status_page.assets import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that probes and scrapers read without a key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | PAGE_PATHS
+"""Paths that probes and scrapers read without a key, and the page that asks for it."""
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
 """Paths that take the admin key, not the API key, and are there only if one is configured."""
 
@@ -24,13 +26,16 @@ class AccessCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope["path"], dict(scope["headers"]).get(b"authorization", b""))
+                self._check(scope["path"], dict(scope["headers"]))
             except ApiError as error:
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, given: bytes) -> None:
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        given = [headers.get(b"authorization", b"")]
+        if speaks_anthropic(path):  # whose clients send the bare key, or either
+            given.append(b"Bearer " + headers.get(b"x-api-key", b""))
         if path in ADMIN_PATHS:
             if self._admin_key is None:
                 raise ApiError(
@@ -43,8 +48,9 @@ class AccessCheck:
             _compare(given, self._api_key, "API key")
 
 
-def _compare(given: bytes, key: str, kind: str) -> None:
-    if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+def _compare(given: Sequence[bytes], key: str, kind: str) -> None:
+    expected = b"Bearer " + key.encode()
+    if not any(hmac.compare_digest(header, expected) for header in given):
         raise ApiError(
             f"wrong or missing {kind}; send `Authorization: Bearer KEY`",
             status=401,

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
+from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.access import AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
@@ -38,18 +39,25 @@ from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
 from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateRequest
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames, check_num_prompt_logprobs
+from tokenspeed_jax.serve.protocol.messages import CountTokensRequest, MessagesRequest
+from tokenspeed_jax.serve.protocol.messages_reply import MessagesReply
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
+from tokenspeed_jax.serve.protocol.responses import ResponsesRequest
+from tokenspeed_jax.serve.protocol.responses_reply import ResponsesReply
 from tokenspeed_jax.serve.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+from tokenspeed_jax.serve.protocol.translation import TranslatedRequest
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedEngine
 from tokenspeed_jax.serve.status import StatusRoutes
-from tokenspeed_jax.serve.streaming import DONE, ClientGone, EventStream, event, while_connected
+from tokenspeed_jax.serve.status_page.routes import StatusPage
+from tokenspeed_jax.serve.streaming import ClientGone, EventStream, StreamedReply, while_connected
+from tokenspeed_jax.serve.tracing import RequestTracer
 
 MAX_CHOICES = 2048
 """Most continuations (prompts x n) of one HTTP request."""
 
-type AnyRequest = CompletionRequest | ChatRequest | GenerateRequest
-type AnyReply = CompletionReply | ChatReply | GenerateReply
+type AnyRequest = CompletionRequest | ChatRequest | GenerateRequest | ResponsesRequest | MessagesRequest
+type AnyReply = CompletionReply | ChatReply | GenerateReply | ResponsesReply | MessagesReply
 
 _JSON = "application/json"
 _CLIENT_CLOSED_REQUEST = 499
@@ -65,7 +73,7 @@ def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission 
     app = Starlette(
         routes=server.routes(),
         middleware=[Middleware(AccessCheck, config=config)],
-        lifespan=lambda _app: server.bridge.attached(),
+        lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -88,13 +96,24 @@ class ModelServer:
         self._names = TokenNames(engine.tokenizer)
         self._format = ReplyFormat(config, engine.tokenizer)
         self._metrics = ServerMetrics(engine, self._name)
-        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout)
+        tracer = None if config.trace_endpoint is None else RequestTracer(config.trace_endpoint, self._name)
+        self.bridge = DeltaBridge(engine, self._metrics, admission, config.request_timeout, tracer)
+        self._page = None if config.disable_status_page else StatusPage(engine, admission, self._metrics.recent)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What has to run beside the handlers, while the context lasts."""
+        async with self.bridge.attached(), self._page.watching() if self._page else contextlib.nullcontext():
+            yield
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/generate", self.generate, methods=["POST"]),
@@ -104,6 +123,7 @@ class ModelServer:
             Route("/metrics", self.metrics, methods=["GET"]),
             *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
+            *(self._page.routes() if self._page else ()),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -114,6 +134,28 @@ class ModelServer:
         """`POST /v1/chat/completions`."""
         reply_type = partial(ChatReply, reply_format=self._format)
         return await self._generate(request, ChatRequest, reply_type, "chatcmpl-")
+
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        reply_type = partial(ResponsesReply, reply_format=self._format)
+        return await self._generate(request, ResponsesRequest, reply_type, "resp_")
+
+    async def messages(self, request: Request) -> Response:
+        """`POST /v1/messages`."""
+        reply_type = partial(MessagesReply, reply_format=self._format)
+        response = await self._generate(request, MessagesRequest, reply_type, "msg_")
+        if reply_id := response.headers.get("x-request-id"):
+            response.headers["request-id"] = reply_id  # Anthropic's name for it
+        return response
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+
+        def reply(body: bytes) -> Response:
+            _, prompts = self._prompts(parse_body(body, CountTokensRequest))
+            return _json({"input_tokens": len(prompts[0])})
+
+        return await self._off_the_loop(request, reply)
 
     async def generate(self, request: Request) -> Response:
         """`POST /generate`."""
@@ -172,38 +214,35 @@ class ModelServer:
         reply_type: Callable[..., AnyReply],
         id_prefix: str,
     ) -> Response:
-        def prepare(body: bytes) -> tuple[AnyRequest, SamplingParams, bool, list[list[int]]]:
+        def prepare(body: bytes) -> tuple[AnyRequest, SamplingParams, list[list[int]]]:
             # `open` has the last word; this spares a full server the tokenising. It comes behind the reading of the
             # body, for a client that still sends would lose the reply.
             self._admission.check_room()
             parsed = parse_body(body, body_type)
-            self._check_model(parsed.model)
-            params = parsed.params()
-            if isinstance(parsed, ChatRequest):
-                params = self._format.applied(params, parsed.offered_tools)
-            return parsed, params, parsed.includes_usage, self._prompts(parsed, params)
+            return parsed, *self._prompts(parsed)
 
-        parsed, params, includes_usage, prompts = await self._off_the_loop(request, prepare)
+        parsed, params, prompts = await self._off_the_loop(request, prepare)
         is_native = isinstance(parsed, GenerateRequest)
         reply_id = (parsed.rid if is_native else None) or id_prefix + uuid.uuid4().hex
-        head = ReplyHead(reply_id, self._name, int(time.time()), includes_usage)
+        head = ReplyHead(reply_id, self._name, int(time.time()), parsed.includes_usage)
         reply = reply_type(head, parsed, params, self._names)
         generation = self.bridge.open(
             prompts,
             params,
             request_id=reply_id,
-            keeps_output=not parsed.stream,
+            keeps_output=not parsed.stream and reply.keeps_choices,
             shows_aborts=is_native,
             renamed=parsed.names,
             priority=parsed.priority or 0,
             cache_salt=parsed.cache_salt,
+            trace_headers=request.headers,
         )
         headers = {"x-request-id": reply_id}
         if parsed.stream:
-            return EventStream(_events(generation, reply, includes_usage), generation.close, headers)
+            return EventStream(_events(generation, reply), reply.failure, generation.close, headers)
         with contextlib.closing(generation):
             try:
-                choices = await while_connected(request.receive, generation.finish())
+                choices = await while_connected(request.receive, generation.finish(reply.take))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
         # Whole prompts are too much to encode between two events of other streams.
@@ -211,11 +250,25 @@ class ModelServer:
         body = await run_in_threadpool(reply.body, choices) if is_long else reply.body(choices)
         return Response(body, headers=headers, media_type=_JSON)
 
-    def _prompts(self, parsed: AnyRequest, params: SamplingParams) -> list[list[int]]:
-        try:
-            prompts = parsed.prompt_token_ids(self._engine.tokenizer)
-        except InvalidRequest as error:
-            raise refusal(error, parsed.names) from None
+    def _prompts(self, parsed: AnyRequest | CountTokensRequest) -> tuple[SamplingParams, list[list[int]]]:
+        """The request's parameters and the token ids of its prompts. Raises `ApiError` for whatever is wrong in it."""
+        self._check_model(parsed.model)
+        with parsed.own_names() if isinstance(parsed, TranslatedRequest) else contextlib.nullcontext():
+            chat = parsed
+            if isinstance(parsed, TranslatedRequest):
+                parsed.fit(self._engine.tokenizer, self._format)
+                chat = parsed.chat
+            params = parsed.params()
+            if isinstance(chat, ChatRequest):
+                params = self._format.applied(params, chat.offered_tools, chat.forced_call)
+            try:
+                prompts = parsed.prompt_token_ids(self._engine.tokenizer)
+            except InvalidRequest as error:
+                raise refusal(error, parsed.names) from None
+            if isinstance(chat, ChatRequest):
+                params = self._format.constrained(params, chat, prompts[0])
+            if params.structured_outputs is not None:
+                self._compile(params.structured_outputs, parsed.names)
         if len(prompts) * params.n > MAX_CHOICES:
             raise ApiError(
                 f"{len(prompts)} prompts x n = {params.n} are more than {MAX_CHOICES} completions per request",
@@ -223,7 +276,14 @@ class ModelServer:
                 code="invalid_value",
             )
         check_num_prompt_logprobs(prompts, params, parsed.names.get("prompt", "prompt"))
-        return prompts
+        return params, prompts
+
+    def _compile(self, constraint: StructuredOutputsParams, names: dict[str, str]) -> None:
+        """Compiles what `open` would else compile on the event loop."""
+        try:
+            self._engine.compile_grammar(constraint)
+        except InvalidRequest as error:
+            raise refusal(error, names) from None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._name:
@@ -241,19 +301,18 @@ class ModelServer:
         }
 
 
-async def _events(generation: Generation, reply: AnyReply, includes_usage: bool) -> AsyncIterator[bytes]:
-    def encoded(batch: list[tuple[int, RequestDelta]]) -> bytes:
+async def _events(generation: Generation, reply: StreamedReply) -> AsyncIterator[bytes]:
+    def grown(batch: list[tuple[int, RequestDelta]]) -> bytes:
         # What one step brought goes out in one piece: a write per event would cost more than the event.
-        return b"".join([event(chunk) for index, delta in batch for chunk in reply.chunks(index, delta)])
+        return b"".join([reply.growth(index, delta) for index, delta in batch])
 
+    if opening := reply.opening():
+        yield opening
     async for batch in generation.batches():
         is_long = any(delta.prompt_logprobs is not None for _, delta in batch)
-        chunks = await run_in_threadpool(encoded, batch) if is_long else encoded(batch)
-        if chunks:
-            yield chunks
-    if includes_usage and not isinstance(reply, GenerateReply):  # whose every chunk has the counts
-        yield event(reply.usage_chunk(generation.choices))
-    yield DONE
+        if growth := await run_in_threadpool(grown, batch) if is_long else grown(batch):
+            yield growth
+    yield reply.closing(generation.choices)
 
 
 def _json(value: Any) -> Response:

@@ -77,18 +77,47 @@ def convert_object[T](raw: Mapping[str, Any], kind: type[T], prefix: str = "") -
         raise _named(str(error), prefix) from None
 
 
+def convert_typed[T](raw: Any, kinds: Mapping[str, type[T]], place: str, default: str | None = None) -> T:
+    """A decoded JSON object as the kind that its field `type` names.
+
+    Args:
+        kinds: those that are served, by their type.
+        place: what the object is called in errors, such as `input[0]`.
+        default: the type of an object that does not say.
+
+    Raises:
+        ApiError: as for `parse_body`, and for a type that is not served.
+    """
+    if not isinstance(raw, dict):
+        raise ApiError(f"{place} must be an object, got {_json_type(raw)}", param=place, code="invalid_type")
+    name = raw.get("type", default)
+    if name is None:
+        raise ApiError(f"missing: {place}.type", param=f"{place}.type", code="missing_parameter")
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ApiError(
+            f"{place}.type = {_shown(name)} is not supported; it must be one of {', '.join(kinds)}",
+            param=f"{place}.type",
+            code="unsupported_parameter",
+        )
+    return convert_object(raw, kind, f"{place}.")
+
+
 def _drop_neutral(raw: dict[str, Any], neutral_fields: Mapping[str, Neutral], prefix: str) -> None:
     for name in [name for name in raw if name in neutral_fields]:
         value = raw[name]
         if value is not None and not neutral_fields[name](value, raw):
-            shown = msgspec.json.encode(value).decode()
-            shown = shown if len(shown) <= 100 else shown[:100] + "..."
             raise ApiError(
-                f"{prefix}{name} = {shown} is not supported; leave it out or send its neutral value",
+                f"{prefix}{name} = {_shown(value)} is not supported; leave it out or send its neutral value",
                 param=prefix + name,
                 code="unsupported_parameter",
             )
         del raw[name]
+
+
+def _shown(value: Any) -> str:
+    shown = msgspec.json.encode(value).decode()
+    return shown if len(shown) <= 100 else shown[:100] + "..."
 
 
 def _named(message: str, prefix: str) -> ApiError:

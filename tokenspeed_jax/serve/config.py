@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from tokenspeed_jax.engine.config import about
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.serve.trace_endpoint import TraceEndpoint
 from tokenspeed_jax.text.transcripts import ReasoningFormat, ToolCallFormat, TranscriptFormat
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -29,7 +30,8 @@ class ServerConfig:
         default=None,
         repr=False,
         metadata=about(
-            "require `Authorization: Bearer KEY` on all but /health, /ready, /metrics and the admin routes",
+            "require `Authorization: Bearer KEY` on all but /health, /ready, /metrics, the page at / (not its figures) "
+            "and the admin routes",
             section="keys and admin routes",
         ),
     )
@@ -60,6 +62,7 @@ class ServerConfig:
     drain_timeout: float = field(
         default=30.0, metadata=about("seconds that running requests get to finish after SIGTERM or SIGINT")
     )
+    disable_status_page: bool = field(default=False, metadata=about("serve neither the page at / nor /status"))
     enable_auto_tool_choice: bool = field(
         default=False,
         metadata=about("let the model call tools; needs tool_call_parser", section="tools and reasoning"),
@@ -88,6 +91,15 @@ class ServerConfig:
     )
     log_level: LogLevel = field(default="info", metadata=about("least severe messages that are printed", section="log"))
     access_log: bool = field(default=False, metadata=about("print a line per HTTP request"))
+    otlp_traces_endpoint: str | None = field(
+        default=None,
+        metadata=about(
+            "send an OpenTelemetry trace of every request to this collector: grpc://HOST:4317, or a whole URL such as "
+            "http://HOST:4318/v1/traces; needs the extra `otel`",
+            section="traces",
+            aliases=("otlp_endpoint",),
+        ),
+    )
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -115,8 +127,15 @@ class ServerConfig:
             raise ConfigError(
                 f"drain_timeout must be a number of seconds >= 0, got {self.drain_timeout}", field="drain_timeout"
             )
+        if self.trace_endpoint is not None:
+            self.trace_endpoint.exporter()
         self._check_parsers()
         _check_choice("log_level", self.log_level, get_args(LogLevel))
+
+    @property
+    def trace_endpoint(self) -> TraceEndpoint | None:
+        """`otlp_traces_endpoint`, taken apart."""
+        return None if self.otlp_traces_endpoint is None else TraceEndpoint.parse(self.otlp_traces_endpoint)
 
     def _check_parsers(self) -> None:
         if self.tool_call_parser is not None:

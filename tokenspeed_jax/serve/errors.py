@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, and as Anthropic's do."""
 
 from http import HTTPStatus
 from typing import Any
@@ -10,6 +10,18 @@ from starlette.responses import Response
 
 from tokenspeed_jax.errors import InvalidRequest
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Under it, errors have Anthropic's form: `{"type": "error", "error": {"type", "message"}}`."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _RETRY_QUEUE_SECONDS = "1"
 _RETRY_DRAINING_SECONDS = "5"
 
@@ -46,10 +58,23 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
-        )
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        message = self.message
+        if self.param is not None and self.param not in message:
+            message = f"{self.param}: {message}"
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str) -> Response:
+        """The reply to a request of `path`."""
+        body = self.anthropic_body if speaks_anthropic(path) else self.body
+        return Response(msgspec.json.encode(body), self.status, headers=self.headers, media_type="application/json")
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of `path` are Anthropic's."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def model_not_found(name: str, served: str) -> ApiError:
@@ -128,14 +153,23 @@ def request_aborted() -> ApiError:
 
 def refusal(error: InvalidRequest, renamed: dict[str, str]) -> ApiError:
     """400 for what the engine refuses, with the engine's parameter called by the name it has in the request."""
-    param = error.parameter
-    return ApiError(str(error), param=renamed.get(param, param) if param else None, code="invalid_value")
+    message, param = str(error), error.parameter
+    if param in renamed:
+        if message.startswith(param):
+            message = renamed[param] + message.removeprefix(param)
+        param = renamed[param]
+    return ApiError(message, param=param, code="invalid_value")
 
 
-async def on_api_error(_request: Request, error: Exception) -> Response:
+def constraint_failed(reason: str, field: str) -> ApiError:
+    """400: the constraint that `field` of the request made turned out to be one that the text cannot follow."""
+    return ApiError(f"{field} could not be followed to the end: {reason}", param=field, code="constraint_failed")
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for `ApiError`."""
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -148,11 +182,11 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     }
     message, code = messages.get(HTTPStatus(error.status_code), (error.detail, None))
     headers = dict(error.headers) if error.headers else None
-    return ApiError(message, status=error.status_code, code=code, headers=headers).response()
+    return ApiError(message, status=error.status_code, code=code, headers=headers).response(path)
 
 
-async def on_unexpected_error(_request: Request, _error: Exception) -> Response:
+async def on_unexpected_error(request: Request, _error: Exception) -> Response:
     """Starlette's handler for a defect of the server; the traceback goes to the log, not to the client."""
     return ApiError(
         "internal error; see the server's log", status=500, kind="server_error", code="internal_error"
-    ).response()
+    ).response(request.url.path)

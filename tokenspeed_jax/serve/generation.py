@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
@@ -18,6 +19,7 @@ from tokenspeed_jax.errors import EngineClosed, InvalidRequest
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.errors import (
     ApiError,
+    constraint_failed,
     engine_failed,
     engine_unavailable,
     refusal,
@@ -26,7 +28,9 @@ from tokenspeed_jax.serve.errors import (
 )
 from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.protocol.reply import Choice
+from tokenspeed_jax.serve.request_times import RequestTimes
 from tokenspeed_jax.serve.served_engine import ServedEngine
+from tokenspeed_jax.serve.tracing import CLIENT_GONE, OnEnd, RequestTracer
 
 _HEALTH_CHECK_SECONDS = 0.5
 
@@ -35,12 +39,18 @@ class DeltaBridge:
     """Hands deltas from the engine's thread to the generations that wait for them on one event loop."""
 
     def __init__(
-        self, engine: ServedEngine, metrics: ServerMetrics, admission: Admission, request_timeout: float | None
+        self,
+        engine: ServedEngine,
+        metrics: ServerMetrics,
+        admission: Admission,
+        request_timeout: float | None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._admission = admission
         self._request_timeout = request_timeout
+        self._tracer = tracer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: deque[tuple[Generation, int, RequestDelta, float]] = deque()
         self._is_scheduled = False
@@ -56,6 +66,8 @@ class DeltaBridge:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+            if self._tracer is not None:
+                await self._tracer.close()
 
     async def _watch_health(self) -> None:
         # A failing engine ends its requests, but one that hangs in the attempt must not leave clients waiting.
@@ -91,6 +103,7 @@ class DeltaBridge:
         renamed: dict[str, str],
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> "Generation":
         """Submits every prompt of one HTTP request, or none.
 
@@ -100,6 +113,7 @@ class DeltaBridge:
                 request.
             renamed: engine parameters that the client knows by another name.
             priority, cache_salt: as in `Engine.submit`.
+            trace_headers: the HTTP request's, which may say what trace it belongs to.
 
         Raises:
             ApiError: 400 for what the engine refuses, 429 when the queue is full, 503 when the engine is not running
@@ -118,6 +132,7 @@ class DeltaBridge:
             request_id=request_id,
             keeps_output=keeps_output,
             shows_aborts=shows_aborts,
+            constraint_name=renamed.get("structured_outputs", "structured_outputs"),
         )
         self._track(request_id, generation)
         try:
@@ -139,6 +154,8 @@ class DeltaBridge:
         except BaseException:
             generation.close()
             raise
+        if self._tracer is not None:
+            generation.on_end = self._tracer.follow(request_id, generation.times, params, trace_headers)
         return generation
 
     def abort(self, request_id: str) -> int:
@@ -184,9 +201,11 @@ class Generation:
         request_id: str,
         keeps_output: bool,
         shows_aborts: bool,
+        constraint_name: str,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
+        self._constraint_name = constraint_name
         self._num_prompts = len(prompts)
         self._n = params.n
         self._shows_aborts = shows_aborts
@@ -196,12 +215,18 @@ class Generation:
             for sample in range(params.n)
         ]
         self._unfinished = len(self.choices)
-        self._timer = metrics.timer(len(self.choices))
+        self._watch = metrics.watch(prompts, params)
         self._arrived: list[tuple[int, RequestDelta]] = []
         self._failure: ApiError | None = None
         self._wake = asyncio.Event()
         self._is_closed = False
         self.on_close = lambda: None
+        self.on_end: OnEnd = lambda _failure: None
+
+    @property
+    def times(self) -> RequestTimes:
+        """When what happened so far."""
+        return self._watch.times
 
     def engine_id(self, prompt_index: int) -> str:
         """The engine's name of one prompt of this request."""
@@ -215,15 +240,16 @@ class Generation:
             self.fail(engine_failed())
             return
         if delta.finish_reason == "abort" and not self._shows_aborts:
-            self.fail(request_aborted())
+            reason = delta.stop_reason
+            self.fail(request_aborted() if reason is None else constraint_failed(str(reason), self._constraint_name))
             return
         index = prompt_index * self._n + delta.sample_index
         self.choices[index].push(delta)
-        self._timer.observe(index, len(delta.token_ids), arrived)
+        self._watch.take(index, delta, arrived)
         if delta.finish_reason is not None:
             self._unfinished -= 1
             if self._unfinished == 0:
-                self._timer.finish(arrived)
+                self.on_end(None)
         self._arrived.append((index, delta))
         self._wake.set()
 
@@ -236,6 +262,7 @@ class Generation:
             return
         self._failure = error
         self._abort()
+        self.on_end(error.code or error.kind)
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, RequestDelta]]]:
@@ -255,10 +282,11 @@ class Generation:
             if self._failure is not None and not is_done:
                 raise self._failure
 
-    async def finish(self) -> list[Choice]:
-        """Waits for the end and returns the finished choices. Raises as `batches` does."""
-        async for _ in self.batches():
-            pass
+    async def finish(self, take: Callable[[int, RequestDelta], None] = lambda _index, _delta: None) -> list[Choice]:
+        """Gives `take` every (choice index, delta) and returns the finished choices. Raises as `batches` does."""
+        async for batch in self.batches():
+            for index, delta in batch:
+                take(index, delta)
         return self.choices
 
     def abort(self, name: str | None = None) -> bool:
@@ -279,6 +307,7 @@ class Generation:
         self.on_close()
         if self._unfinished and self._failure is None:
             self._abort()
+            self.on_end(CLIENT_GONE)
 
     def _abort(self) -> None:
         for index in range(self._num_prompts):

@@ -78,6 +78,7 @@ class Tokenizer:
 
         special = _special_tokens(files.tokenizer_config)
         added = self._backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         sources = ((generation_config or {}), (hf_config or {}))
@@ -117,6 +118,14 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(token_id)
 
+    def token_ids(self) -> list[int]:
+        """The ids of all tokens, in no order; there may be holes between them."""
+        return list(self._backend.get_vocab(with_added_tokens=True).values())
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def piece_stream(self) -> PieceStream:
         """A fresh incremental decoder of pieces, see `Detokenizer`."""
         return self._new_stream()
@@ -136,6 +145,11 @@ class Tokenizer:
     def chat_template_mentions(self, variable: str) -> bool:
         """Whether the chat template may use a variable such as `tools`; False without a template."""
         return self._chat_template is not None and self._chat_template.mentions(variable)
+
+    def added_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary as this text, special or not; None without one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
 
     def _token_id(self, special: Mapping[str, str], name: str) -> int | None:
         token = special.get(f"{name}_token")

@@ -1,1 +1,1 @@
-"""Requests and replies as they stand on the wire: OpenAI's completions and chat, and vLLM's tokenize."""
+"""Requests and replies as they stand on the wire: OpenAI's, Anthropic's, SGLang's, and vLLM's tokenize."""

@@ -14,9 +14,11 @@ from tokenspeed_jax.serve.protocol.logprobs import TokenNames, chat_logprobs, pr
 from tokenspeed_jax.serve.protocol.message_deltas import MessageDeltas, whole_message
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals
-from tokenspeed_jax.serve.protocol.tools import Tool, ToolChoice, offered_tools
+from tokenspeed_jax.serve.protocol.structured_outputs import engine_names
+from tokenspeed_jax.serve.protocol.tools import ForcedCall, Tool, ToolChoice, forced_call, offered_tools
 from tokenspeed_jax.serve.reply_format import ReplyFormat
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -30,7 +32,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         "echo": equals(False),
         "functions": empty,
         "function_call": equals("none", "auto"),
-        "response_format": equals({"type": "text"}),
         "modalities": equals(["text"]),
         "prediction": lambda _value, _body: False,
         "audio": lambda _value, _body: False,
@@ -56,6 +57,16 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         return offered_tools(self.tools, self.tool_choice)
 
     @property
+    def forced_call(self) -> ForcedCall | None:
+        """What the model has to call. Raises `ApiError` as `tools.forced_call` does."""
+        return forced_call(self.tools, self.tool_choice)
+
+    @property
+    def allows_parallel(self) -> bool:
+        """Whether a reply may have more than one call."""
+        return self.parallel_tool_calls is not False
+
+    @property
     def continued(self) -> str | None:
         """Text of the message that the reply continues, None when it begins one."""
         return self.messages[-1].text if self.continue_final_message else None
@@ -64,6 +75,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     def names(self) -> dict[str, str]:
         """Engine parameters by the names this request used for them."""
         names = {"prompt_token_ids": "messages", "prompt": "messages"}
+        names |= engine_names("tools") if self.forced_call else self.constraint_names() or engine_names("tools")
         return names | {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else names
 
     def params(self) -> SamplingParams:
@@ -98,7 +110,16 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         return [tokenizer.encode(text, False)]
 
 
-class ChatReply:
+def message_deltas(request: ChatRequest, reply_format: ReplyFormat, prompt_token_ids: Sequence[int]) -> MessageDeltas:
+    """The assistant's message of one reply, before its first token."""
+    forced = request.forced_call
+    parser = reply_format.parser(request.offered_tools, prompt_token_ids, request.continued, forced)
+    return MessageDeltas(
+        parser, allows_parallel=request.allows_parallel, is_named=forced is not None and forced.is_named
+    )
+
+
+class ChatReply(ChunkedReply):
     """Turns the deltas of one chat request into its body or its chunks."""
 
     def __init__(
@@ -118,8 +139,7 @@ class ChatReply:
         self._open: dict[int, MessageDeltas] = {}
 
     def _deltas(self, prompt_token_ids: Sequence[int]) -> MessageDeltas:
-        parser = self._format.parser(self._request.offered_tools, prompt_token_ids, self._request.continued)
-        return MessageDeltas(parser, allows_parallel=self._request.parallel_tool_calls is not False)
+        return message_deltas(self._request, self._format, prompt_token_ids)
 
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON."""

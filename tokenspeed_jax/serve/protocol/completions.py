@@ -14,8 +14,9 @@ from tokenspeed_jax.serve.errors import ApiError
 from tokenspeed_jax.serve.protocol.echo import PromptEcho, joined_lists
 from tokenspeed_jax.serve.protocol.logprobs import CompletionLogprobs, TokenNames, prompt_entries
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
-from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals
+from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -28,14 +29,16 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         **COMMON_NEUTRAL_FIELDS,
         "best_of": lambda value, body: type(value) is int and value == (body.get("n") or 1),
         "suffix": empty,
-        "response_format": equals({"type": "text"}),
     }
-    names: ClassVar[dict[str, str]] = {"prompt_token_ids": "prompt", "top_logprobs": "logprobs"}
-
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Engine parameters by the names this request used for them."""
+        return {"prompt_token_ids": "prompt", "top_logprobs": "logprobs"} | self.constraint_names()
 
     def params(self) -> SamplingParams:
         """Sampling parameters; 16 tokens unless said otherwise, as OpenAI has it."""
@@ -78,7 +81,7 @@ class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True
         return [prompt] if kinds == {int} else prompt  # pyright: ignore[reportReturnType]
 
 
-class CompletionReply:
+class CompletionReply(ChunkedReply):
     """Turns the deltas of one completions request into its body or its chunks."""
 
     def __init__(self, head: ReplyHead, request: CompletionRequest, params: SamplingParams, names: TokenNames) -> None:

@@ -17,7 +17,9 @@ from tokenspeed_jax.serve.errors import ApiError, refusal
 from tokenspeed_jax.serve.protocol.logprobs import TokenNames, finite
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import bias_by_id, empty, equals
+from tokenspeed_jax.serve.protocol.structured_outputs import check_one_constraint, engine_names, sglang_constraint
 from tokenspeed_jax.serve.served_engine import ServedTokenizer
+from tokenspeed_jax.serve.streaming import ChunkedReply
 
 _DEFAULT_MAX_NEW_TOKENS = 128
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
@@ -31,6 +33,8 @@ _ENGINE_NAMES = {
 }
 """Names of sampling parameters where SGLang's differ from the engine's."""
 
+_CONSTRAINTS = ("json_schema", "regex", "ebnf")
+
 
 def never(_value: Any, _body: Mapping[str, Any]) -> bool:
     """Neutral only as null."""
@@ -41,9 +45,6 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """`sampling_params`. `top_k` = -1 keeps all tokens; `max_new_tokens` = null fills the context."""
 
     neutral_fields: ClassVar[Mapping[str, Neutral]] = {
-        "json_schema": never,
-        "regex": never,
-        "ebnf": never,
         "structural_tag": never,
         "stop_regex": empty,
         "spaces_between_special_tokens": equals(True),
@@ -68,10 +69,17 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     n: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     def engine_arguments(self) -> dict[str, Any]:
-        """The given fields as arguments of `SamplingParams`."""
+        """The given fields as arguments of `SamplingParams`. Raises `ApiError`, or `InvalidRequest` by engine names."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        constraints = {name: given.pop(name, None) for name in _CONSTRAINTS}
+        check_one_constraint([f"sampling_params.{name}" for name in _CONSTRAINTS if constraints[name] is not None])
+        if any(value is not None for value in constraints.values()):
+            given["structured_outputs"] = sglang_constraint(**constraints, prefix="sampling_params.")
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias:
@@ -116,7 +124,9 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         names = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
         names |= {engine: f"sampling_params.{name}" for name, engine in _ENGINE_NAMES.items()}
         names |= {"top_logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num", "request_id": "rid"}
-        return names | {"prompt": prompt, "prompt_token_ids": prompt}
+        names |= {"prompt": prompt, "prompt_token_ids": prompt}
+        given = [name for name in _CONSTRAINTS if (self.sampling_params or {}).get(name) is not None]
+        return names | engine_names(f"sampling_params.{given[0]}") if given else names
 
     @property
     def has_many_prompts(self) -> bool:
@@ -200,7 +210,7 @@ class _Part:
     top_logprobs: list[list[list[Any]]] = field(default_factory=list)
 
 
-class GenerateReply:
+class GenerateReply(ChunkedReply):
     """Turns the deltas of one request into its body or its chunks.
 
     Args:
@@ -307,4 +317,4 @@ def _finish_reason(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any] |
         case "length":
             return {"type": "length", "length": choice.num_tokens}
         case reason:
-            return {"type": reason, "message": "the request was aborted"}
+            return {"type": reason, "message": choice.stop_reason or "the request was aborted"}

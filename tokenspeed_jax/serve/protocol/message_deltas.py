@@ -21,16 +21,18 @@ class MessageDeltas:
     Args:
         parser: None when all of the text is content.
         allows_parallel: False keeps the first call and drops the others, as vLLM does.
+        is_named: the request named the function to call, and then OpenAI's finish reason stays "stop".
     """
 
-    def __init__(self, parser: TranscriptParser | None, *, allows_parallel: bool) -> None:
+    def __init__(self, parser: TranscriptParser | None, *, allows_parallel: bool, is_named: bool = False) -> None:
         self._parser = parser
+        self._is_named = is_named
         self._allows_parallel = allows_parallel
         self._calls = 0
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The engine's reason, but "tool_calls" where the model stopped to wait for tools."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        return "tool_calls" if reason == "stop" and self._calls and not self._is_named else reason
 
     def push(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
         """The deltas that this text makes certain."""

@@ -9,6 +9,7 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.bodies import Neutral
 from tokenspeed_jax.serve.errors import ApiError, refusal
+from tokenspeed_jax.serve.protocol.structured_outputs import STRUCTURED_NEUTRAL_FIELDS, StructuredOutputFields
 
 
 def equals(*allowed: Any) -> Neutral:
@@ -28,6 +29,7 @@ COMMON_NEUTRAL_FIELDS: Mapping[str, Neutral] = {
     "use_beam_search": equals(False),
     "length_penalty": equals(1, 1.0),
     "spaces_between_special_tokens": equals(True),
+    **STRUCTURED_NEUTRAL_FIELDS,
 }
 """Fields that clients send although they ask for nothing; null is neutral for each."""
 
@@ -47,7 +49,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
 
 
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SamplingFields(StructuredOutputFields, forbid_unknown_fields=True, kw_only=True):
     """Fields of both endpoints; null means the default. `return_token_ids`, `prompt_logprobs`, `priority` and
     `cache_salt` are vLLM's extensions."""
 
@@ -108,7 +110,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.logit_bias:
             given["logit_bias"] = bias_by_id(self.logit_bias)
         try:
-            return SamplingParams(**given, **extra)
+            return SamplingParams(**given, **extra, structured_outputs=self.content_constraint())
         except InvalidRequest as error:
             raise refusal(error, renamed) from None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax, ChannelSyntax
 from tokenspeed_jax.text.transcripts.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from tokenspeed_jax.text.transcripts.events import TranscriptParser
 from tokenspeed_jax.text.transcripts.harmony import HarmonyParser
@@ -28,7 +29,22 @@ ToolCallFormat = Literal[
 ]
 ReasoningFormat = Literal["deepseek_r1", "deepseek_v3", "kimi_k2", "minimax_m2", "openai_gptoss", "qwen3"]
 
+ExpectedReasoning = Literal["absent", "open", "optional", "channels"]
+"""Where a reply has reasoning: nowhere, from its first token on, maybe at its beginning, in channels of its own."""
+
 _HARMONY: tuple[ToolCallFormat, ReasoningFormat] = ("openai", "openai_gptoss")
+_SYNTAXES: Mapping[ToolCallFormat, CallSyntax] = {
+    "deepseek_v3": DeepSeekV3Parser.syntax,
+    "deepseek_v31": DeepSeekV31Parser.syntax,
+    "hermes": HermesParser.syntax,
+    "kimi_k2": KimiParser.syntax,
+    "llama3_json": Llama3Parser.syntax,
+    "minimax_m2": MiniMaxM2Parser.syntax,
+    "openai": HarmonyParser.syntax,
+    "qwen3_coder": Qwen3CoderParser.syntax,
+    "qwen3_xml": Qwen3CoderParser.syntax,
+}
+
 _CALLS: Mapping[ToolCallFormat, tuple[Callable[[ToolSchemas], TranscriptParser], tuple[str, ...]]] = {
     "deepseek_v3": (lambda _tools: DeepSeekV3Parser(), DeepSeekV3Parser.markers),
     "deepseek_v31": (lambda _tools: DeepSeekV31Parser(), DeepSeekV31Parser.markers),
@@ -57,6 +73,21 @@ class TranscriptFormat:
             return f"the reasoning parser {_HARMONY[1]!r} goes with the tool-call parser {_HARMONY[0]!r} only"
         return None
 
+    @property
+    def call_syntax(self) -> CallSyntax | None:
+        """How a grammar writes calls of this format; None without one."""
+        return _SYNTAXES.get(self.tool_calls) if self.tool_calls is not None else None
+
+    @property
+    def with_implied_calls(self) -> "TranscriptFormat":
+        """This format, with harmony's calls where its reasoning is harmony's: the one implies the other."""
+        return TranscriptFormat(self.reasoning, _HARMONY[0]) if self.reasoning == _HARMONY[1] else self
+
+    @property
+    def channel_syntax(self) -> ChannelSyntax | None:
+        """How content and reasoning stand beside each other in a format with channels, None in any other."""
+        return HarmonyParser.channels if self.reasoning == _HARMONY[1] else None
+
     def markers(self, *, has_tools: bool) -> tuple[str, ...]:
         """The texts that a parser has to see, even where they are special tokens."""
         reasoning: tuple[str, ...] = ()
@@ -77,12 +108,24 @@ class TranscriptFormat:
             return continued.rfind(THINK) > continued.rfind(END_THINK)
         return prompt_end.rstrip().endswith(THINK)
 
-    def parser(self, tools: ToolSchemas | None, *, reasoning_is_open: bool) -> TranscriptParser | None:
+    def expected_reasoning(self, prompt_end: str, continued: str | None) -> ExpectedReasoning:
+        """Where the reply may have reasoning. The arguments are those of `reasoning_is_open`."""
+        if self.reasoning_is_open(prompt_end, continued):
+            return "open"
+        # Templates that turn reasoning off close it in the prompt; a message that goes on has had its chance.
+        if self.reasoning is None or continued is not None or prompt_end.rstrip().endswith(END_THINK):
+            return "absent"
+        return "channels" if self.reasoning == _HARMONY[1] else "optional"
+
+    def parser(
+        self, tools: ToolSchemas | None, *, reasoning_is_open: bool, plain_calls: TranscriptParser | None = None
+    ) -> TranscriptParser | None:
         """A fresh parser for one reply.
 
         Args:
             tools: the tools that the reply may call; None when it may call none.
             reasoning_is_open: see `reasoning_is_open`.
+            plain_calls: reads what follows the reasoning in place of the format's own parser of calls.
 
         Returns:
             None when all of the reply is content.
@@ -90,7 +133,9 @@ class TranscriptFormat:
         has_calls = tools is not None and self.tool_calls is not None
         if self.reasoning == _HARMONY[1]:
             return HarmonyParser(has_tools=has_calls)
-        calls = _CALLS[self.tool_calls][0](tools) if tools is not None and self.tool_calls is not None else None
+        calls = plain_calls
+        if calls is None and tools is not None and self.tool_calls is not None:
+            calls = _CALLS[self.tool_calls][0](tools)
         if self.reasoning is None:
             return calls
         interrupts = (KIMI_SECTION_BEGIN,) if has_calls and self.tool_calls == "kimi_k2" else ()

@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax, ChannelSyntax
 from tokenspeed_jax.text.transcripts.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from tokenspeed_jax.text.transcripts.reader import Reader, SteppedParser, Steps, first_marker
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _LONGEST_HEADER = 512
 _HEADER = re.compile(
@@ -28,7 +30,21 @@ class HarmonyParser(SteppedParser):
         has_tools: whether the client can answer calls; without, they are content with their headers.
     """
 
-    markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
+    markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+    # The token that ends a call ends the sample.
+    syntax: ClassVar[CallSyntax] = CallSyntax(
+        call_begin=f"{_CHANNEL}commentary to={_NAMESPACE}",
+        name_end=f" {_CONSTRAIN}json{_MESSAGE}",
+        call_end="",
+        is_single=True,
+    )
+    channels: ClassVar[ChannelSyntax] = ChannelSyntax(
+        reasoning_header=f"{_CHANNEL}analysis{_MESSAGE}",
+        preamble_header=f"{_CHANNEL}commentary{_MESSAGE}",
+        aside_end=_ENDS[0],
+        next_message=f"{_START}assistant",
+        content_header=f"{_CHANNEL}final{_MESSAGE}",
+    )
 
     def __init__(self, *, has_tools: bool) -> None:
         self._has_tools = has_tools

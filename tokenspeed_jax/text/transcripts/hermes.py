@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax
 from tokenspeed_jax.text.transcripts.events import Content
 from tokenspeed_jax.text.transcripts.json_calls import json_call
 from tokenspeed_jax.text.transcripts.reader import Reader, SteppedParser, Steps
@@ -13,6 +14,9 @@ class HermesParser(SteppedParser):
     """See the file's docstring. One pair of markers per call."""
 
     markers: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
+    syntax: ClassVar[CallSyntax] = CallSyntax(
+        call_begin=f'{_OPEN}\n{{"name": "', name_end='", "arguments": ', call_end=f"}}\n{_CLOSE}", separator="\n"
+    )
 
     def steps(self, reader: Reader) -> Steps[None]:
         called = False

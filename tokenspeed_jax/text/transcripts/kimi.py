@@ -3,6 +3,7 @@
 import re
 from typing import ClassVar
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax
 from tokenspeed_jax.text.transcripts.sections import SectionMarkers, SectionParser
 
 KIMI_SECTION_BEGIN = "<|tool_calls_section_begin|>"
@@ -20,6 +21,14 @@ class KimiParser(SectionParser):
     """See the file's docstring. The ids are the model's own: it was taught to read them in later turns."""
 
     markers: ClassVar[tuple[str, ...]] = (*_KIMI.all, _ARGUMENTS)
+    syntax: ClassVar[CallSyntax] = CallSyntax(
+        begin=_KIMI.section_begin,
+        call_begin=f"{_KIMI.call_begin}functions.",
+        number=":[0-9]{1,3}",
+        name_end=_ARGUMENTS,
+        call_end=_KIMI.call_end,
+        end=_KIMI.section_end,
+    )
 
     def __init__(self) -> None:
         super().__init__(_KIMI)

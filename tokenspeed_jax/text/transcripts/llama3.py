@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax
 from tokenspeed_jax.text.transcripts.events import Content
 from tokenspeed_jax.text.transcripts.json_calls import json_call
 from tokenspeed_jax.text.transcripts.reader import Reader, SteppedParser, Steps
@@ -16,6 +17,9 @@ class Llama3Parser(SteppedParser):
     """
 
     markers: ClassVar[tuple[str, ...]] = (_TAG,)
+    syntax: ClassVar[CallSyntax] = CallSyntax(
+        call_begin='{"name": "', name_end='", "parameters": ', call_end="}", separator="; "
+    )
 
     def steps(self, reader: Reader) -> Steps[None]:
         called = False

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from tokenspeed_jax.text.transcripts.call_syntax import CallSyntax, ParameterSyntax
 from tokenspeed_jax.text.transcripts.xml_calls import ToolSchemas, XmlParser, XmlTags
 
 _TAGS = XmlTags(
@@ -20,6 +21,18 @@ class Qwen3CoderParser(XmlParser):
     """See the file's docstring."""
 
     markers: ClassVar[tuple[str, ...]] = _TAGS.all
+    syntax: ClassVar[CallSyntax] = CallSyntax(
+        call_begin=f"{_TAGS.open}\n{_TAGS.call_prefix}",
+        name_end=f"{_TAGS.call_suffix}\n",
+        call_end=f"{_TAGS.call_close}\n{_TAGS.close}",
+        separator="\n",
+        parameter=ParameterSyntax(
+            begin=_TAGS.parameter_prefix,
+            key_end=f"{_TAGS.parameter_suffix}\n",
+            end=f"\n{_TAGS.parameter_close}\n",
+            value_ends=(_TAGS.parameter_close, _TAGS.parameter_prefix, _TAGS.call_close),
+        ),
+    )
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(_TAGS, tools)

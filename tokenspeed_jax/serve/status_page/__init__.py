@@ -1,0 +1,1 @@
+"""The page at `/`, and `GET /status`, which feeds it."""
