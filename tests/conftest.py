@@ -23,9 +23,8 @@ settings.register_profile("long", max_examples=3000, stateful_step_count=300, de
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# Tests that compile much and run it once or twice. Optimised programs are what servers and real models run.
-COMPILED_QUICKLY = ("models", "pallas_kernels", "engine")
-OPTIMISED = ("test_real_models.py", "test_step_program.py")
+# Tests that compile much and run it once or twice. Optimised programs are what every other folder runs.
+COMPILED_QUICKLY = ("models", "pallas_kernels")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,8 +42,7 @@ def _compilations(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Drops them with the module: each holds memory maps, of which a process may have 65,530.
     """
-    quickly = request.path.parent.name in COMPILED_QUICKLY and request.path.name not in OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in COMPILED_QUICKLY)
     yield
     gc.collect()
     jax.clear_caches()

@@ -78,7 +78,7 @@ def packed(prompts, length):
 
 @pytest.fixture
 def optimised():
-    """Compiles as servers do: a real model runs longer than it compiles."""
+    """Compiles as every other folder does: a real model runs longer than it compiles."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -244,7 +244,7 @@ def test_any_values_come_back_from_file_and_command_line(
 ) -> None:
     on_line.pop("weights", None)  # JSON on the command line, which another test reads
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in in_file.items()}
-    config = file(tmp_path_factory.getbasetemp(), yaml.safe_dump(plain, allow_unicode=True))
+    config = file(tmp_path_factory.getbasetemp(), yaml.safe_dump(plain))
     expected = Oven(**{"heat": 1, **in_file, **on_line})
     assert BAKED_AT_1.parse([config, *as_words(on_line)]).of(Oven) == expected
 
