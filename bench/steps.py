@@ -31,6 +31,7 @@ from flax import nnx
 from tokenspeed_jax import Engine, EngineConfig, SamplingParams
 from tokenspeed_jax.engine.batch import BuiltBatch
 from tokenspeed_jax.engine.memory import tree_bytes
+from tokenspeed_jax.engine.step import DeviceOutputs
 from tokenspeed_jax.models.registry import MODEL_FAMILIES
 
 MATRIX_RATE = 790e12
@@ -185,7 +186,7 @@ class Recorder:
         self._dispatched: list[tuple[int, float]] = []
         self._programs.run = self._record  # type: ignore[method-assign]
 
-    def _record(self, built: BuiltBatch) -> jax.Array:
+    def _record(self, built: BuiltBatch) -> DeviceOutputs:
         kind = len(built.slots) if built.layout.bucket.mode == "decode" else self.EXTEND
         self._last[kind] = built
         self._dispatched.append((kind, time.perf_counter()))
@@ -205,8 +206,8 @@ class Recorder:
         built = dataclasses.replace(self._last[kind], early_changes=())
         start = time.perf_counter()
         for _ in range(count):
-            out = self._run(built)
-        out.block_until_ready()
+            outputs = self._run(built)
+        outputs.packed.block_until_ready()
         return (time.perf_counter() - start) / count
 
 

@@ -153,6 +153,8 @@ class RequestSpec:
             none. The request waits until that one's prompt is computed and then takes its blocks over, so that only the
             prompt's end is computed again; if they are gone by then, it runs like any other. A request that names one
             cannot be named itself.
+        reads_prefix_cache: whether the prompt may skip what is cached; without, which needs role Fused, every token of
+            it is fed. What the request computes is cached either way.
     """
 
     request_id: str
@@ -164,6 +166,7 @@ class RequestSpec:
     priority: int
     cache_salt: str
     fork_of: str
+    reads_prefix_cache: bool
     def __init__(self) -> None: ...
 
 class ForwardEvent:

@@ -256,7 +256,8 @@ void BindScheduler(py::module_& module) {
       .def_readwrite("max_new_tokens", &RequestSpec::max_new_tokens)
       .def_readwrite("priority", &RequestSpec::priority)
       .def_property("cache_salt", TextGetter(&RequestSpec::cache_salt), TextSetter(&RequestSpec::cache_salt))
-      .def_property("fork_of", TextGetter(&RequestSpec::fork_of), TextSetter(&RequestSpec::fork_of));
+      .def_property("fork_of", TextGetter(&RequestSpec::fork_of), TextSetter(&RequestSpec::fork_of))
+      .def_readwrite("reads_prefix_cache", &RequestSpec::reads_prefix_cache);
   SchedulerClass scheduler(module, "Scheduler",
                            "Decides, round by round, which requests run and where they are cached.");
   BindSteps(scheduler);

@@ -90,6 +90,7 @@ Request::Request(RequestSpec spec, const std::string& weight_version, int64_t se
       prefill_size_(submitted_size_),
       max_new_tokens_(spec.max_new_tokens),
       state_(role == SchedulerConfig::Role::kFused ? RequestState::kSubmitted : RequestState::kBootstrapping),
+      reads_prefix_cache_(spec.reads_prefix_cache),
       chain_keys_(ChainKeys(spec.cache_salt, weight_version)) {}
 
 GenerationBudget Request::Budget() const {

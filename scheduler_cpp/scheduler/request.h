@@ -119,6 +119,9 @@ class Request {
   const std::optional<ForkOrigin>& origin() const { return origin_; }
   // Whether its prompt has ever been scheduled to its end.
   bool has_completed_prompt() const { return has_completed_prompt_; }
+  // Whether every token of its prompt has still to be fed. Until it has been, not even its own blocks are taken back
+  // after a retraction: others may have published more behind them.
+  bool MustFeedWholePrompt() const { return !reads_prefix_cache_ && !has_completed_prompt_; }
   std::span<const int32_t> SubmittedTokens() const {
     return {tokens_.data(), static_cast<std::size_t>(submitted_size_)};
   }
@@ -226,6 +229,7 @@ class Request {
   bool has_recoverable_snapshot_ = false;
   int64_t retraction_ = 0;
   bool has_completed_prompt_ = false;
+  bool reads_prefix_cache_;
   std::vector<std::string> chain_keys_;
   std::vector<PrefixHash> prefix_hashes_;
   std::vector<uint64_t> event_hashes_;

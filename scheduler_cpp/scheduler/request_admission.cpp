@@ -41,9 +41,8 @@ int32_t RequestAdmission::NumProbedTokens(const Request& request) const {
 }
 
 PrefixProbe RequestAdmission::ProbeFor(Request& request, int32_t max_host_tokens) {
-  if (config_.disable_prefix_cache && request.state() != RequestState::kRetracted) {
-    return coordinator_.NeutralProbe();
-  }
+  const bool is_new = request.state() != RequestState::kRetracted;
+  if ((config_.disable_prefix_cache && is_new) || request.MustFeedWholePrompt()) return coordinator_.NeutralProbe();
   const int32_t reusable = NumProbedTokens(request);
   const auto hashes = request.PrefixHashes(config_.prefix_granularity, reusable / config_.prefix_granularity);
   PrefixProbe probe = coordinator_.ProbePrefix(hashes, max_host_tokens);

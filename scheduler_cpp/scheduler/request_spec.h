@@ -18,6 +18,8 @@ struct RequestSpec {
   // Id of another request with the same tokens and salt, live or earlier in the same submission, whose blocks are taken
   // over once its prompt is computed; empty for none. A request that names one cannot be named itself.
   std::string fork_of = {};
+  // Whether its prompt may skip what is cached; without, every token of it is fed. What it computes is cached either way.
+  bool reads_prefix_cache = true;
 };
 
 }  // namespace tokenspeed

@@ -91,6 +91,9 @@ void Scheduler::ValidateSpecs(std::span<const RequestSpec> specs) const {
       throw std::invalid_argument(who + "max_new_tokens must be >= 0, got " + std::to_string(spec.max_new_tokens));
     }
     ValidateChainKey(who + "cache_salt", spec.cache_salt);
+    if (!spec.reads_prefix_cache && config_.role != SchedulerConfig::Role::kFused) {
+      throw std::invalid_argument(who + "reads_prefix_cache False needs role Fused: of a peer's prompt not all is fed");
+    }
     const auto prompt = static_cast<int64_t>(spec.tokens.size());
     // A prefill worker generates nothing: what it drafts goes into a slot that a lone prompt does without.
     const int64_t generated =

@@ -70,6 +70,7 @@ std::vector<std::string> Scheduler::WaitingPrefixHashes() {
     if (request->IsReadmission()) continue;
     // A new prompt that looks nothing up has no use for an answer.
     if (config_.disable_prefix_cache && request->state() != RequestState::kRetracted) continue;
+    if (request->MustFeedWholePrompt()) continue;
     append(*request);
     --free_slots;
   }

@@ -160,6 +160,7 @@ void CallSequence::Submit() {
     spec.max_new_tokens = Below(3) > 0 ? room : 0;
     spec.priority = Below(3) - 1;
     spec.cache_salt = Below(4) == 0 ? "salt" : "";
+    spec.reads_prefix_cache = Below(8) > 0;
     live_[spec.request_id] = Request{.incarnation = ++incarnations_, .token_size = prompt, .stop_at = prompt + stop};
     device_.Submit(spec.request_id, spec.tokens, IdentityOf(spec.cache_salt, weight_version_));
     specs.push_back(spec);

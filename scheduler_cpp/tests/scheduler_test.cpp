@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -176,6 +177,43 @@ TEST(Scheduler, NoBlockIsSharedAcrossSaltsOrWeightVersions) {
   EXPECT_EQ(HitAfterSeed("s1", ""), 0);
   EXPECT_EQ(HitAfterSeed("w1", "s1"), 0);
   EXPECT_EQ(HitAfterSeed("", ""), 0);
+}
+
+TEST(Scheduler, APromptThatReadsNoCacheIsFedWholeAndStillFillsIt) {
+  Scheduler scheduler(Config(16));
+  const std::vector<int32_t> prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  std::vector<int32_t> hits;
+  for (const bool reads : {false, false, true}) {
+    scheduler.SubmitRequests({RequestSpec{.request_id = "r", .tokens = prompt, .reads_prefix_cache = reads}});
+    hits.push_back(scheduler.NextExecutionPlan().forward->extend_prefix_lens.at(0));
+    scheduler.Advance(ExecutionEvent{{ExtendResultEvent{"r", {7}, {}}, FinishEvent{"r"}}});
+    scheduler.NextExecutionPlan();  // reaps it
+  }
+  EXPECT_EQ(hits, (std::vector<int32_t>{0, 0, 8}));
+}
+
+// Where a prompt of 21 tokens goes on when it comes back, retracted after some of its steps of 8 tokens.
+int32_t HitAfterRetraction(bool reads, int32_t steps) {
+  SchedulerConfig config = Config(16);
+  config.max_scheduled_tokens = 8;
+  Scheduler scheduler(config);
+  std::vector<int32_t> prompt(21);
+  std::iota(prompt.begin(), prompt.end(), 1);
+  scheduler.SubmitRequests({RequestSpec{.request_id = "r", .tokens = prompt, .reads_prefix_cache = reads}});
+  for (int32_t step = 1; step <= steps; ++step) {
+    scheduler.NextExecutionPlan();
+    const std::vector<int32_t> drawn(step == 3 ? 1 : 0, 7);
+    scheduler.Advance(ExecutionEvent{{ExtendResultEvent{"r", drawn, {}}}});
+  }
+  scheduler.Advance(ExecutionEvent{{RetractEvent{"r"}}});
+  return scheduler.NextExecutionPlan().forward->extend_prefix_lens.at(0);
+}
+
+TEST(Scheduler, APromptThatReadsNoCacheTakesItsOwnBlocksBackOnceItIsComplete) {
+  EXPECT_EQ(HitAfterRetraction(/*reads=*/true, 2), 8);
+  EXPECT_EQ(HitAfterRetraction(/*reads=*/false, 2), 0);
+  EXPECT_EQ(HitAfterRetraction(/*reads=*/true, 3), 16);
+  EXPECT_EQ(HitAfterRetraction(/*reads=*/false, 3), 16);
 }
 
 TEST(Scheduler, ResidencyHashesAreTheDocumentedOnes) {

@@ -48,6 +48,7 @@ def test_texts_sent_together_give_the_golden_replies(served: Served) -> None:
         reply = served.client.completions.create(
             prompt=[golden["text"] for golden in goldens],
             logprobs=0,
+            echo=add_special_tokens,
             extra_body=EXTRA | {"add_special_tokens": add_special_tokens},
             **GREEDY,
         )
@@ -55,8 +56,12 @@ def test_texts_sent_together_give_the_golden_replies(served: Served) -> None:
         for choice, golden in zip(reply.choices, goldens, strict=True):
             assert choice.model_extra["prompt_token_ids"] == golden["prompt_ids"]
             assert choice.model_extra["token_ids"] == golden["output_ids"]
-            assert choice.text == golden["output_text"]
-            assert choice.logprobs.token_logprobs == pytest.approx(golden["output_logprobs"], abs=1e-3)
+            text, logprobs = golden["output_text"], golden["output_logprobs"]
+            if add_special_tokens:
+                assert choice.logprobs.token_logprobs[0] is golden["prompt_logprobs"][0] is None
+                text, logprobs = golden["text"] + text, golden["prompt_logprobs"][1:] + logprobs
+            assert choice.text == text
+            assert choice.logprobs.token_logprobs[-len(logprobs) :] == pytest.approx(logprobs, abs=1e-3)
 
 
 def test_a_conversation_gives_the_golden_reply_streamed_or_names_the_missing_template(served: Served) -> None:

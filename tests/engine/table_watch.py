@@ -1,10 +1,10 @@
 """Compares the device's block tables with the scheduler's while an engine works."""
 
-import jax
 import numpy as np
 
 from tokenspeed_jax import Engine
 from tokenspeed_jax.engine.batch import BuiltBatch
+from tokenspeed_jax.engine.step import DeviceOutputs
 
 
 def watch_tables(engine: Engine, every: int = 4) -> list[int]:
@@ -12,7 +12,7 @@ def watch_tables(engine: Engine, every: int = 4) -> list[int]:
     programs, scheduler = engine._assembly.programs, engine._assembly.loop._scheduler
     run, early_calls = programs.run, []
 
-    def watched(built: BuiltBatch) -> jax.Array:
+    def watched(built: BuiltBatch) -> DeviceOutputs:
         outputs = run(built)
         if len(early_calls) % every == 0:
             views = scheduler.block_table_views()

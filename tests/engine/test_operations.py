@@ -344,7 +344,7 @@ def test_a_step_is_in_time_if_the_one_before_still_runs_behind_its_dispatch() ->
     def dispatched(*predecessors: bool) -> tuple[int, int]:
         """Overlapped and late steps, once a step was dispatched behind one that has landed (none) or ended or not."""
         loop._in_flight.extend(
-            SimpleNamespace(outputs=SimpleNamespace(is_ready=lambda x=ended: x)) for ended in predecessors
+            SimpleNamespace(packed=SimpleNamespace(is_ready=lambda x=ended: x)) for ended in predecessors
         )
         loop._observe_overlap()
         loop._in_flight.clear()

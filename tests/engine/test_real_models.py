@@ -57,10 +57,15 @@ def assert_is_golden(output: RequestOutput, golden: dict[str, Any], count: int =
 
 
 def test_all_prompts_at_once_cold_then_each_alone_and_warm(whole_prompt_engine: Engine, model: Checkpoint) -> None:
-    outputs = whole_prompt_engine.generate([prompt["prompt_ids"] for prompt in model.prompts], GREEDY)
+    scored = dataclasses.replace(GREEDY, prompt_logprobs=1)
+    outputs = whole_prompt_engine.generate([prompt["prompt_ids"] for prompt in model.prompts], scored)
     for output, golden in zip(outputs, model.prompts, strict=True):
         assert_is_golden(output, golden)
         assert output.cached_tokens == 0
+        assert output.prompt_logprobs is not None
+        scores = output.prompt_logprobs.token_logprobs()
+        assert scores[0] is golden["prompt_logprobs"][0] is None
+        assert scores[1:] == pytest.approx(golden["prompt_logprobs"][1:], abs=1e-3), golden["id"]
     fewer = dataclasses.replace(GREEDY, max_tokens=8)
     for golden in model.prompts:
         output = whole_prompt_engine.generate(golden["prompt_ids"], fewer)[0]

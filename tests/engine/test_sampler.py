@@ -143,7 +143,7 @@ def test_top_logits_are_those_of_top_k_ties_included(seed: int, vocab: int, rate
     count = min(20, vocab)
     jax.tree.map(
         np.testing.assert_array_equal,
-        sampler._top_logits(jnp.asarray(logits), count),
+        sampler.highest_logits(jnp.asarray(logits), count),
         tuple(jax.lax.top_k(logits, count)),
     )
 

@@ -1,5 +1,7 @@
 """When samples end and what of their text is shown, against a reference that sees the whole text at once."""
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -191,6 +193,29 @@ def test_pushing_after_the_end_is_an_error(last: str) -> None:
     assert subject.flush() == ""
 
 
-def test_max_tokens_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        checker(SamplingParams(), pieces(), max_tokens=0)
+def test_a_negative_max_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        checker(SamplingParams(), pieces(), max_tokens=-1)
+
+
+def test_without_room_for_a_token_the_first_one_ends_the_sample_unseen() -> None:
+    subject = checker(SamplingParams(stop="a", stop_token_ids=[0]), pieces("a"), max_tokens=0)
+    assert subject.push(0) == StopUpdate("", "length")
+    subject = checker(SamplingParams(), pieces("a"), max_tokens=0)
+    assert subject.push(EOS) == StopUpdate("", "length")
+
+
+def test_what_ended_a_sample_is_in_its_text_when_asked_for() -> None:
+    source = Pieces([b"xE", b"ND rest", b"</t>", b"\xe2"] + [b""] * (EOS - 4) + [b"</s>"])
+    params = SamplingParams(stop=["END", "rest"], stop_token_ids=[2], include_stop_str_in_output=True)
+    subject = checker(params, source)
+    assert [subject.push(0), subject.push(1)] == [StopUpdate("x"), StopUpdate("END", "stop", "END")]
+    subject = checker(params, source)
+    assert [subject.push(0), subject.push(2)] == [StopUpdate("x"), StopUpdate("E</t>", "stop", 2)]
+    subject = checker(params, source)
+    assert [subject.push(3), subject.push(EOS)] == [StopUpdate(""), StopUpdate("\ufffd</s>", "stop", None)]
+    params = dataclasses.replace(params, ignore_eos=True)
+    subject = checker(params, source)
+    assert [subject.push(0), subject.push(EOS, ends_grammar=True)] == [StopUpdate("x"), StopUpdate("E</s>", "stop")]
+    subject = checker(params, source, max_tokens=1)
+    assert subject.push(0) == StopUpdate("xE", "length")

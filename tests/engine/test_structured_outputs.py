@@ -72,6 +72,21 @@ def generate(engine: Engine, *params: SamplingParams, length: int = 20) -> list[
     return [output.samples[0] for output in engine.generate(prompts, list(params))]
 
 
+def test_a_constrained_sample_has_its_prompt_scored_and_is_none_the_worse(engine: Engine) -> None:
+    params = dataclasses.replace(constrained(json=SCHEMA), max_tokens=100)
+    scored = dataclasses.replace(params, prompt_logprobs=2)
+    plain = dataclasses.replace(scored, structured_outputs=None)
+    ids = prompt(0, 100)
+    alone = engine.generate(ids, params)[0].samples[0]
+    for own, output in zip((scored, plain), engine.generate([ids, ids], [scored, plain]), strict=True):
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs.token_logprobs()[1:] == pytest.approx(engine.score(ids)[1:], abs=1e-4)
+        assert (output.samples[0].token_ids == alone.token_ids) == (own is scored)
+    silent = engine.generate(ids, dataclasses.replace(scored, max_tokens=0))[0]
+    assert silent.prompt_logprobs is not None
+    assert (silent.samples[0].token_ids, silent.samples[0].finish_reason) == ([], "length")
+
+
 CONSTRAINTS = [
     constrained(json=SCHEMA),
     constrained(1, json=SCHEMA),

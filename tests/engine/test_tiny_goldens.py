@@ -75,14 +75,32 @@ def assert_is_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
         assert list(top.values()) == pytest.approx(list(want.values()), abs=1e-3)
 
 
+def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
+    """What is recorded stands for the prediction after each token; here each entry stands at the token predicted."""
+    assert output.prompt_logprobs is not None
+    first, *entries = output.prompt_logprobs
+    assert first is None
+    for token, entry, expected in zip(golden["prompt_ids"][1:], entries, golden["prompt_top5"][:-1], strict=True):
+        want = dict(map(tuple, expected))
+        top = {other: entry[other].logprob for other in entry if entry[other].rank <= 5}
+        assert sorted(top) == sorted(want)
+        assert [top[other] for other in want] == pytest.approx(list(want.values()), abs=1e-3)
+        assert next(iter(entry)) == token
+        assert entry[token].rank == 1 + list(want).index(token) if token in want else entry[token].rank > 5
+
+
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: EngineFactory, family: str) -> None:
     engine = small(tiny_engine, family)
+    is_scored = family != THREE_KINDS
     for golden in golden_prompts(family):
-        cold, warm = (engine.generate(golden["prompt_ids"], GREEDY)[0] for _ in range(2))
+        first = dataclasses.replace(GREEDY, prompt_logprobs=5) if is_scored else GREEDY
+        cold, warm = (engine.generate(golden["prompt_ids"], params)[0] for params in (first, GREEDY))
         assert_is_golden(cold, golden)
         assert_is_golden(warm, golden)
         assert cold.cached_tokens == 0
+        if is_scored:
+            assert_scores_are_golden(cold, golden)
         assert (warm.cached_tokens > 0) == (len(golden["prompt_ids"]) > 16)
 
 

@@ -17,6 +17,7 @@ from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.histogram import HistogramCounts
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
@@ -54,6 +55,18 @@ def byte_tokenizer(
 
 STEP_SECONDS = HistogramCounts((0.001, 1.0), (0, 2, 1), 1.5)
 STEP_TOKENS = HistogramCounts((1, 8), (1, 2, 0), 12.0)
+
+
+def prompt_logprobs_of(prompt: list[int], count: int) -> PromptLogprobs:
+    """Place i of a prompt has log-probability -i and rank 3; its alternatives are the ids 40, 41, ..."""
+    rows = len(prompt) - 1
+    return PromptLogprobs(
+        prompt,
+        logprobs=-np.arange(1, rows + 1, dtype=np.float32),
+        ranks=np.full(rows, 3, np.int32),
+        top_ids=np.tile(np.arange(40, 40 + count, dtype=np.int32), (rows, 1)),
+        top_logprobs=np.tile(-np.arange(1, count + 1, dtype=np.float32) / 4, (rows, 1)),
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ class FakeSample:
     on_delta: Callable[[RequestDelta], None]
     token_ids: list[int] = field(default_factory=list)
     sent: int = 0
+    has_told_prompt: bool = False
     scheduled_at: float = field(default_factory=time.monotonic)
 
 
@@ -188,7 +202,8 @@ class FakeEngine:
         room = self.max_model_len - len(prompt_token_ids)
         if room < 1:
             raise InvalidRequest(f"the prompt fills {self.max_model_len} tokens", parameter="prompt_token_ids")
-        if params.max_tokens is not None and params.max_tokens > room:
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
             raise InvalidRequest(f"max_tokens {params.max_tokens} is over {room}", parameter="max_tokens")
         with self._wake:
             self.submitted.append((prompt_token_ids, params))
@@ -196,7 +211,7 @@ class FakeEngine:
             for index in range(params.n):
                 script = self.script(prompt_token_ids, index)
                 self._samples.append(
-                    FakeSample(request_id, index, prompt_token_ids, params, script, params.max_tokens or room, on_delta)
+                    FakeSample(request_id, index, prompt_token_ids, params, script, max_tokens, on_delta)
                 )
             self._wake.notify()
         return request_id
@@ -295,6 +310,11 @@ class FakeEngine:
         return [sample for sample in self._samples if len(sample.token_ids) < self.allowed_tokens]
 
     def _step(self, sample: FakeSample) -> None:
+        if sample.max_tokens == 0:
+            with self._wake:
+                self._samples.remove(sample)
+            self._deliver(sample, [], "", "length", None)
+            return
         token = sample.script[len(sample.token_ids) % len(sample.script)]
         sample.token_ids.append(token)
         self._tokens += 1
@@ -324,6 +344,8 @@ class FakeEngine:
         if reason is not None:
             self._finished[reason] += 1
         params = sample.params
+        tells_prompt = params.prompt_logprobs is not None and not sample.has_told_prompt
+        sample.has_told_prompt = True
         tops = [{token: -0.5, (token + 1) % 263: -math.inf} for token in token_ids]
         tops = [dict(list(top.items())[: params.top_logprobs]) for top in tops]
         sample.on_delta(
@@ -339,6 +361,9 @@ class FakeEngine:
                 top_logprobs=tops if params.top_logprobs else None,
                 finish_reason=reason,
                 stop_reason=stop_reason,
+                prompt_logprobs=prompt_logprobs_of(sample.prompt, params.prompt_logprobs or 0)
+                if tells_prompt
+                else None,
                 scheduled_at=sample.scheduled_at,
             )
         )

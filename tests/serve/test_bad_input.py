@@ -43,7 +43,8 @@ WRONG_VALUES = [
     ("priority", 1.5), ("priority", "1"), ("priority", True), ("priority", 2**31), ("priority", -(2**31) - 1),
     ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", []),
     ("user", 5), ("skip_special_tokens", "no"), ("return_token_ids", 1),
-    ("best_of", 3), ("echo", True), ("suffix", "x"), ("prompt_logprobs", 1), ("service_tier", "flex"),
+    ("best_of", 3), ("echo", 1), ("echo", "yes"), ("suffix", "x"), ("service_tier", "flex"), ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21), ("prompt_logprobs", True), ("include_stop_str_in_output", 1),
     ("response_format", "json"), ("use_beam_search", True), ("store", True),
     ("guided_json", 5), ("tools", []), ("colour", None), ("messages", []),
 ]  # fmt: skip

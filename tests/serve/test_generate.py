@@ -179,6 +179,9 @@ WRONG = [
     ({"rid": ["a"]}, "rid"), ({"return_logprob": 1}, "return_logprob"), ({"top_logprobs_num": 2}, "top_logprobs_num"),
     ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"return_text_in_logprobs": True}, "return_text_in_logprobs"), ({"logprob_start_len": 0}, "logprob_start_len"),
+    ({"logprob_start_len": 3, "return_logprob": True}, "logprob_start_len"),
+    ({"logprob_start_len": -2, "return_logprob": True}, "logprob_start_len"),
+    ({"logprob_start_len": "0", "return_logprob": True}, "logprob_start_len"),
     ({"token_ids_logprob": [1]}, "token_ids_logprob"), ({"image_data": "x"}, "image_data"),
     ({"input_embeds": [[1.0]]}, "input_embeds"), ({"lora_path": "x"}, "lora_path"), ({"stream": 1}, "stream"),
     ({"return_hidden_states": True}, "return_hidden_states"), ({"colour": "red"}, "colour"),
@@ -190,7 +193,7 @@ WRONG_SAMPLING = [
     ("frequency_penalty", 3), ("presence_penalty", -3), ("repetition_penalty", 0), ("sampling_seed", -1),
     ("stop", [""]), ("stop", 5), ("stop_token_ids", [-1]), ("n", 0), ("n", 129), ("ignore_eos", 1),
     ("skip_special_tokens", "no"), ("logit_bias", {"x": 1}), ("logit_bias", {"1": 1000}), ("json_schema", "{"),
-    ("regex", ""), ("ebnf", "a"), ("structural_tag", "a"), ("stop_regex", "a"), ("no_stop_trim", True),
+    ("regex", ""), ("ebnf", "a"), ("structural_tag", "a"), ("stop_regex", "a"), ("no_stop_trim", 1),
     ("custom_params", {"a": 1}), ("max_tokens", 5), ("colour", 1),
 ]  # fmt: skip
 

@@ -186,7 +186,7 @@ class _CachePlanner:
         return limits, setup
 
     def _measure_workspace(self, split: SplitModel) -> int:
-        """Workspace of the costliest step, from its compiled program over the smallest arena that plans."""
+        """Workspace of the costliest step, from its compiled programs over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
         model = _step_model(self._config, self._source, split, setup, self._limits, returns_logits=self._returns_logits)
         state = jax.eval_shape(
@@ -195,8 +195,7 @@ class _CachePlanner:
         programs = StepPrograms(model, split.weights, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
-        programs.compiled(builder.layout(buckets.all()[0]))
-        return programs.workspace_bytes
+        return programs.measured_workspace(builder.layout(buckets.all()[0]))
 
 
 def _buckets(limits: EngineLimits, device: jax.Device) -> BucketTable:

@@ -40,6 +40,7 @@ class RequestCollector:
             prompt_token_ids=first.prompt_token_ids,
             cached_tokens=first.cached_tokens,
             samples=[self._sample(deltas) for deltas in self._deltas],
+            prompt_logprobs=first.prompt_logprobs,
         )
 
     def _sample(self, deltas: list[RequestDelta]) -> Sample:

@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from flax import nnx
 from tqdm import tqdm
@@ -20,7 +20,7 @@ from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
-from tokenspeed_jax.engine.prompts import Prompt, as_batch, options_per_prompt, params_per_prompt
+from tokenspeed_jax.engine.prompts import Prompt, as_batch, as_token_ids, options_per_prompt, params_per_prompt, present
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.requests import LiveRequestIds, RequestState, SampleState
 from tokenspeed_jax.engine.sampler import sample_seed
@@ -31,7 +31,7 @@ from tokenspeed_jax.engine.stats import EngineStats
 from tokenspeed_jax.engine.stop import StopChecker
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.engine.validation import check_sampling, check_tokens
-from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.errors import EngineClosed
 from tokenspeed_jax.text import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -89,10 +89,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self._assembly.source.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer: give prompts as token ids", parameter="prompt")
-        return tokenizer
+        return present(self._assembly.source.tokenizer)
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -141,8 +138,10 @@ class Engine:
         batch = as_batch(prompts)
         each = params_per_prompt(params, len(batch))
         options = options_per_prompt(priority, cache_salt, len(batch))
+        tokenizer = self._assembly.source.tokenizer
         requests = [
-            (self._token_ids(prompt), item, option) for prompt, item, option in zip(batch, each, options, strict=True)
+            (as_token_ids(prompt, tokenizer), item, option)
+            for prompt, item, option in zip(batch, each, options, strict=True)
         ]
         for token_ids, item, _ in requests:
             self._check(token_ids, item)
@@ -242,7 +241,7 @@ class Engine:
             except RuntimeError:  # the loop was closed, as by an interrupt: nobody is left to tell
                 self.abort(delta.request_id)
 
-        token_ids = await asyncio.to_thread(self._token_ids, prompt)
+        token_ids = await asyncio.to_thread(as_token_ids, prompt, self._assembly.source.tokenizer)
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
         request_id = self._submit(token_ids, params, options, request_id, push)
@@ -359,16 +358,6 @@ class Engine:
         max_tokens = check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
         constraint = params.structured_outputs
         return max_tokens, None if constraint is None else self._assembly.grammars.compile(constraint)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if messages and len(messages) == len(prompt):
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        # What is neither a message nor an id is refused with the rest of the request.
-        return cast("list[int]", list(prompt))
 
     def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
         source = self._assembly.source

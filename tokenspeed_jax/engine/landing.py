@@ -64,7 +64,8 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
             results.finished.append(slot)
             deltas.append((sample, sample.delta([], sample.stop.flush(), "abort", matcher.error)))
             continue
-        sample.token_ids.append(token)
+        if sample.request.max_tokens > 0:
+            sample.token_ids.append(token)
         update = sample.stop.push(token, ends_grammar=matcher is not None and matcher.is_complete)
         if update.finish_reason is not None:
             sample.finished = True
@@ -75,6 +76,8 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
 
 def _delta(sample: SampleState, token: int, update: StopUpdate, outputs: StepOutputs, index: int) -> RequestDelta:
     params = sample.params
+    if sample.request.max_tokens == 0:
+        return sample.delta([], update.text_delta, update.finish_reason)
     if not params.logprobs:
         return sample.delta([token], update.text_delta, update.finish_reason, update.stop_reason)
     top: list[TopLogprobs] | None = None

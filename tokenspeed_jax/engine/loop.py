@@ -27,11 +27,12 @@ from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.prompt_scorer import PendingScores
 from tokenspeed_jax.engine.redraw import Redraw
 from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
-from tokenspeed_jax.engine.step import unpack_outputs
+from tokenspeed_jax.engine.step import DeviceOutputs, unpack_outputs
 from tokenspeed_jax.errors import EngineClosed
 from tokenspeed_jax.kv_events.feed import KVEventFeed
 
@@ -66,7 +67,8 @@ class _Question:
 class _InFlight:
     round_number: int
     built: BuiltBatch
-    outputs: jax.Array
+    packed: jax.Array
+    scores: PendingScores
     dispatched_at: float
 
 
@@ -277,33 +279,29 @@ class StepLoop:
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
-        if built.constrained:
-            self._dispatch_constrained(round_number, built)
-        else:
-            outputs = self._programs.run(built)
-            self._observe_overlap()
-            self._in_flight.append(_InFlight(round_number, built, outputs, time.perf_counter()))
-
-    def _dispatch_constrained(self, round_number: int, built: BuiltBatch) -> None:
-        """Dispatches a step, and the draws of its constrained rows once the tokens before them are known."""
-        outputs, logits = self._programs.forward(built)
+        outputs = self._programs.run(built)
         self._observe_overlap()
         dispatched_at = time.perf_counter()
-        if self._masks is None or logits is None:
+        scores = self._programs.scorer.dispatch(built, outputs.hidden)
+        packed = self._redrawn(built, outputs) if built.constrained else outputs.packed
+        self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at))
+
+    def _redrawn(self, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
+        """Dispatches the draws of a step's constrained rows, once the tokens before them are known."""
+        if self._masks is None or outputs.logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
         # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
         while self._in_flight:
             self._land(self._in_flight.popleft())
         redraw = Redraw.of(built, self._masks.vocab_size)
         self._masks.fill(redraw.masks, built.constrained, built.samples)
-        outputs = self._programs.redraw(redraw, outputs, logits)
-        self._in_flight.append(_InFlight(round_number, built, outputs, dispatched_at))
+        return self._programs.redraw(redraw, outputs.packed, outputs.logits)
 
     def _observe_overlap(self) -> None:
         """Notes whether the device still had work when the next step reached it; asked once that step is there, so
         that a step that counts as overlapped was in time for certain."""
         if not self._was_idle:
-            before: Any = self._in_flight[-1].outputs if self._in_flight else None  # jax's types do not have is_ready
+            before: Any = self._in_flight[-1].packed if self._in_flight else None  # jax's types do not have is_ready
             self._stats.observe_dispatch(overlapped=before is not None and not before.is_ready())
         self._was_idle = False
 
@@ -324,7 +322,8 @@ class StepLoop:
                 sample.scheduled_at = now
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
-                self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index])
+                looked_up = sample.request.prompt_scores is None
+                self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index], looked_up=looked_up)
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
                 self._programs.begin_request(slots[index], sample, blocked)
@@ -332,7 +331,8 @@ class StepLoop:
             self._stats.observe_hits(self._scheduler)
 
     def _land(self, step: _InFlight) -> None:
-        outputs = unpack_outputs(np.asarray(step.outputs))
+        outputs = unpack_outputs(np.asarray(step.packed))
+        step.scores.land()
         results, deltas = land(step.built, outputs)
         results.apply(self._scheduler, step.round_number)
         begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 TopLogprobs = dict[int, float]
 """Token id to log-probability, most probable first."""
@@ -42,12 +44,15 @@ class RequestOutput:
     Attributes:
         cached_tokens: prompt tokens taken from the prefix cache (of the first sample).
         samples: `SamplingParams.n` of them, in order.
+        prompt_logprobs: of the prompt's tokens, one entry each; None unless asked for, or if the request was aborted
+            before its prompt was complete.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     cached_tokens: int
     samples: list[Sample]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class RequestDelta:
     Attributes:
         scheduled_at: when the sample left the queue for its first step, in seconds of `time.monotonic`; None if it
             ended before that.
+        prompt_logprobs: as in `RequestOutput`; a sample's first delta carries them and no other.
     """
 
     request_id: str
@@ -71,3 +77,4 @@ class RequestDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scheduled_at: float | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -19,12 +19,13 @@ from tokenspeed_jax.cache.resident_tables import EARLY_ENTRIES, Tables, apply_ch
 from tokenspeed_jax.engine.batch import BatchLayout, BuiltBatch
 from tokenspeed_jax.engine.buckets import Bucket
 from tokenspeed_jax.engine.compilation_cache import CacheHits
+from tokenspeed_jax.engine.prompt_scorer import PromptScorer
 from tokenspeed_jax.engine.redraw import Redraw, RedrawLayout, build_redraw
 from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
 from tokenspeed_jax.engine.split_model import Weights
-from tokenspeed_jax.engine.step import DeviceState, StepModel, build_step
+from tokenspeed_jax.engine.step import DeviceOutputs, DeviceState, StepModel, build_step
 
 _PARALLEL_COMPILATIONS = min(max(os.cpu_count() or 1, 2), 16)
 """Threads that compile while another lowers: the compiler lets go of Python's lock, and uses few cores by itself."""
@@ -37,6 +38,7 @@ class StepPrograms:
     Attributes:
         weights: an argument of every step and never donated.
         max_model_len: padded length of token lists handed to `begin_request`.
+        scorer: scores prompts from the hidden rows of steps.
     """
 
     model: StepModel
@@ -48,6 +50,9 @@ class StepPrograms:
     _redraws: dict[int, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
+
+    def __post_init__(self) -> None:
+        self.scorer = PromptScorer(self.model.structure, self.weights, self.model.precision)
 
     def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> int:
         """Compiles every bucket and runs none. Errors of the compiler propagate.
@@ -61,16 +66,22 @@ class StepPrograms:
         others += [arena.compile_zeroing] if arena.requires_block_zeroing else []
         if self.model.returns_logits:
             others += [partial(self._compile_redraw, rows) for rows in {layout.bucket.rows for layout in layouts}]
+        unscored = {layout.bucket.tokens for layout in layouts if layout.bucket.mode == "extend"}
+        num_programs = len(layouts) + len(others) + len(unscored)
         with (
             hits.listening(),
             ThreadPoolExecutor(_PARALLEL_COMPILATIONS, initializer=hits.watch_this_thread) as pool,
-            tqdm(total=len(layouts) + len(others), desc="Compiling steps", disable=not progress) as bar,
+            tqdm(total=num_programs, desc="Compiling steps", disable=not progress) as bar,
         ):
             futures: dict[Future[Any], Bucket | None] = {}
             # Lowered here, one after the other and always in this order: jax 0.11 numbers the Mosaic kernels of a
             # process as it lowers them, and these numbers are part of the key under which it keeps a program.
             for layout in layouts:
-                futures[pool.submit(self._lower(layout).compile)] = layout.bucket
+                lowered = self._lower(layout)
+                futures[pool.submit(lowered.compile)] = layout.bucket
+                if layout.bucket.tokens in unscored and layout.bucket.mode == "extend":
+                    unscored.remove(layout.bucket.tokens)
+                    futures[pool.submit(self._lower_scorer(lowered))] = None
             futures |= {pool.submit(item): None for item in others}
             for future in as_completed(futures):
                 bucket = futures[future]
@@ -86,15 +97,18 @@ class StepPrograms:
             self._steps[layout.bucket] = self._timed(lambda: self._lower(layout).compile())
         return self._steps[layout.bucket]
 
-    def run(self, built: BuiltBatch) -> jax.Array:
-        """Dispatches one step without waiting for it; returns its packed outputs (see `step.unpack_outputs`)."""
-        # Without another name for them the logits are given back as soon as the step is done with them.
-        outputs = self.forward(built)[0]
-        outputs.copy_to_host_async()
-        return outputs
+    def measured_workspace(self, layout: BatchLayout) -> int:
+        """Workspace of an extend step and of the scoring of its rows, both of which this compiles."""
+        lowered = self._lower(layout)
+        self._steps[layout.bucket] = lowered.compile()
+        self._lower_scorer(lowered)()
+        return self.workspace_bytes
 
-    def forward(self, built: BuiltBatch) -> tuple[jax.Array, jax.Array | None]:
-        """Dispatches one step; returns its packed outputs, and its logits if steps of its kind hand them out."""
+    def run(self, built: BuiltBatch) -> DeviceOutputs:
+        """Dispatches one step without waiting for it.
+
+        What is drawn is on its way to the host then, unless `redraw` has rows to draw yet.
+        """
         arena = self.model.arena
         for changes in built.early_changes:
             update = self._update_tables or self._timed(self._compile_update)
@@ -102,16 +116,18 @@ class StepPrograms:
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
         results = step(self.weights, arena.planes, self.device_state, built.buffer)
-        arena.planes, self.device_state, outputs, logits = results
-        return outputs, logits
-
-    def redraw(self, redraw: Redraw, outputs: jax.Array, logits: jax.Array) -> jax.Array:
-        """Dispatches the draws of a batch's constrained rows; returns the step's outputs with theirs among them."""
-        rows = redraw.layout.rows
-        program = self._redraws.get(rows) or self._compile_redraw(rows)
-        self.device_state, outputs = program(logits, self.device_state, outputs, redraw.buffer)
-        outputs.copy_to_host_async()
+        arena.planes, self.device_state, outputs = results
+        if not built.constrained:
+            outputs.packed.copy_to_host_async()
         return outputs
+
+    def redraw(self, redraw: Redraw, packed: jax.Array, logits: jax.Array) -> jax.Array:
+        """Dispatches the draws of a batch's constrained rows; returns the step's packed outputs with theirs in them."""
+        rows = redraw.layout.rows
+        program = self._redraws.get(rows) or self._timed(lambda: self._compile_redraw(rows))
+        self.device_state, packed = program(logits, self.device_state, packed, redraw.buffer)
+        packed.copy_to_host_async()
+        return packed
 
     def begin_request(self, slot: int, sample: SampleState, blocked: np.ndarray) -> None:
         """Sets a slot's token counts, bias and stop mask for a sample whose parameters need them.
@@ -133,18 +149,31 @@ class StepPrograms:
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        others = sum(item is not None for item in (self._begin, self._update_tables))
-        return len(self._steps) + len(self._redraws) + others + self.model.arena.compilations
+        once = sum(item is not None for item in (self._begin, self._update_tables))
+        own = len(self._steps) + len(self._redraws) + once
+        return own + self.scorer.compilations + self.model.arena.compilations
 
     @property
     def late_compile_seconds(self) -> float:
         """Time spent compiling outside of `warm_up`."""
-        return self._late_compile_seconds + self.model.arena.late_compile_seconds
+        return self._late_compile_seconds + self.scorer.late_compile_seconds + self.model.arena.late_compile_seconds
 
     @property
     def workspace_bytes(self) -> int:
-        """Temporaries of the costliest step compiled so far, with what it hands out beside the arena and the state."""
-        return max((_workspace(step.memory_analysis()) for step in self._steps.values()), default=0)
+        """Temporaries of the costliest program compiled so far, with what a step hands out beside arena and state."""
+        steps = (_workspace(step.memory_analysis()) for step in self._steps.values())
+        return max(self.scorer.workspace_bytes + self._logits_bytes, *steps, 0)
+
+    @property
+    def _logits_bytes(self) -> int:
+        """Logits of a step, which are kept for `redraw` while its prompts are scored."""
+        if not self.model.returns_logits:
+            return 0
+        return 4 * self._vocab_size * max((bucket.rows for bucket in self._steps), default=0)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.device_state.sampling.output_counts.shape[1]
 
     def _timed(self, make: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -160,6 +189,11 @@ class StepPrograms:
         with jax.default_matmul_precision(self.model.precision):
             return step.lower(self.weights, planes, state, buffer)
 
+    def _lower_scorer(self, step: jax.stages.Lowered) -> Callable[[], None]:
+        """What compiles the scorer of an extend step's hidden rows."""
+        hidden = step.out_info[-1].hidden
+        return self.scorer.lower(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype))
+
     def _compile_update(self) -> Any:
         groups = self.model.router.group_ids
 
@@ -172,7 +206,7 @@ class StepPrograms:
         return self._update_tables
 
     def _compile_redraw(self, rows: int) -> Any:
-        vocab_size = self.device_state.sampling.output_counts.shape[1]
+        vocab_size = self._vocab_size
         layout = RedrawLayout(rows, vocab_size)
         lowered = jax.jit(build_redraw(layout), donate_argnums=1).lower(
             jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs, PromptScores
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class SampleState:
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
+        has_told_prompt: a delta has carried the prompt's log-probabilities.
         scheduled_at: when it was first given a place in a step; None before that.
     """
 
@@ -51,6 +53,7 @@ class SampleState:
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
     finished: bool = False
+    has_told_prompt: bool = False
     scheduled_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,8 +83,9 @@ class SampleState:
         spec.cache_salt = options.cache_salt or ""
         # An undeclared budget reserves nothing ahead: most replies end long before the context does.
         spec.max_new_tokens = self.params.max_tokens or 0
-        # The prompt is computed for the first sample alone.
+        # The prompt is computed, and scored, for the first sample alone.
         spec.fork_of = self.request.samples[0].scheduler_id if self.index > 0 else ""
+        spec.reads_prefix_cache = self.request.prompt_scores is None or self.index > 0
         return spec
 
     def delta(
@@ -109,7 +113,16 @@ class SampleState:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             scheduled_at=self.scheduled_at,
+            prompt_logprobs=self._untold_prompt_logprobs(),
         )
+
+    def _untold_prompt_logprobs(self) -> PromptLogprobs | None:
+        scores = self.request.prompt_scores
+        if scores is None or self.has_told_prompt:
+            return None
+        whole = scores.whole()
+        self.has_told_prompt = whole is not None
+        return whole
 
 
 @dataclass(eq=False)
@@ -120,6 +133,7 @@ class RequestState:
         grammar: what constrains each of the samples; None where nothing does.
         cached_tokens: prompt tokens that the first sample's first admission took from the prefix cache; None
             before that.
+        prompt_scores: where the prompt's log-probabilities are gathered; None when nobody asks for them.
         submitted_at: monotonic seconds.
     """
 
@@ -133,6 +147,10 @@ class RequestState:
     samples: list[SampleState] = field(default_factory=list)
     cached_tokens: int | None = None
     submitted_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        count = self.params.prompt_logprobs
+        self.prompt_scores = None if count is None else PromptScores(self.prompt_token_ids, count)
 
     @property
     def finished(self) -> bool:

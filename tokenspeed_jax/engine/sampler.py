@@ -147,7 +147,7 @@ def sample(
     token = jnp.where(is_greedy, jnp.argmax(penalised, axis=-1), drawn).astype(jnp.int32)
     log_mass = jnp.log(jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny))
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    top_logits, top_ids = _top_logits(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    top_logits, top_ids = highest_logits(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
     result = SampleResult(
         token=token,
         logprob=_at(logits, token) - normaliser,
@@ -254,7 +254,7 @@ def _highest_key(
     return lax.fori_loop(0, 32 // _DIGIT_BITS, set_digit, jnp.zeros(shape, jnp.uint32))
 
 
-def _top_logits(
+def highest_logits(
     logits: Float32[Array, "rows vocab"], count: int
 ) -> tuple[Float32[Array, "rows count"], Int32[Array, "rows count"]]:
     """What `lax.top_k` returns, without sorting the vocabulary.

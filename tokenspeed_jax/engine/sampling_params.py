@@ -38,7 +38,8 @@ class SamplingParams:
 
     Attributes:
         n: continuations of the prompt.
-        max_tokens: most tokens to generate; None means up to the engine's `max_model_len`.
+        max_tokens: most tokens to generate; None means up to the engine's `max_model_len`. 0, which needs
+            `prompt_logprobs`, ends with "length" once the prompt is computed.
         min_tokens: end of sequence and stop ids cannot be drawn before this many tokens, and stop strings do
             not match in them.
         temperature: 0 is greedy (the lowest id among equal maxima).
@@ -54,7 +55,10 @@ class SamplingParams:
         ignore_eos: keep generating past the model's end-of-sequence ids.
         logprobs: return log-probabilities of the generated tokens.
         top_logprobs: also return this many most probable tokens per position.
+        prompt_logprobs: return log-probabilities of the prompt's tokens, with this many most probable tokens per
+            position. All of the prompt is then computed: none of it is taken from the prefix cache.
         skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string, or the text of the id, that ended the sample.
         structured_outputs: what the text has to look like.
     """
 
@@ -75,13 +79,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            if self.max_tokens == 0 and self.prompt_logprobs is None:
+                raise InvalidRequest("max_tokens must be at least 1, or 0 with prompt_logprobs", parameter="max_tokens")
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -100,7 +108,9 @@ class SamplingParams:
         _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=True", parameter="top_logprobs")
-        for name in ("ignore_eos", "logprobs", "skip_special_tokens"):
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        for name in ("ignore_eos", "logprobs", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", parameter=name)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

@@ -102,12 +102,12 @@ class StatsCollector:
         """A sample that had arrived ended, with this many tokens of prompt and output."""
         self._live_tokens -= num_tokens
 
-    def observe_prompt(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request was admitted for the first time."""
+    def observe_prompt(self, prompt_tokens: int, cached_tokens: int, *, looked_up: bool) -> None:
+        """A request was admitted for the first time; `looked_up` tells whether it might have used the prefix cache."""
         with self._lock:
             self._counts["prompt"] += prompt_tokens
             self._counts["cached"] += cached_tokens
-            self._counts["queried"] += prompt_tokens if self._prefix_caching else 0
+            self._counts["queried"] += prompt_tokens if self._prefix_caching and looked_up else 0
 
     def observe_delta(self, delta: RequestDelta) -> None:
         """A sample gained tokens or ended."""

@@ -1,4 +1,4 @@
-"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs, logits or None)`.
+"""The compiled step: `(weights, planes, device_state, batch) -> (planes, device_state, outputs)`.
 
 Planes and device state are donated, so a step updates the arena in place. The sampled token of each slot stays in
 the device state: the next step takes its input from there, and the host may plan that step before this one landed.
@@ -73,15 +73,28 @@ class StepModel:
     returns_logits: bool = False
 
 
-StepResult = tuple[Planes, DeviceState, jax.Array, jax.Array | None]
-"""New planes, new state, packed outputs; logits where the step hands them out."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceOutputs:
+    """What a step hands out beside the arena and the state, while it is on the device.
+
+    Attributes:
+        packed: what was drawn for each row, see `unpack_outputs`.
+        logits: of each row, from which `redraw` draws; None where steps of this kind do not hand them out.
+        hidden: what the model made of every token, which `PromptScorer` scores; None in decode mode, which feeds no
+            prompts.
+    """
+
+    packed: Int[Array, "rows columns"]
+    logits: Float[Array, "rows vocab"] | None = None
+    hidden: Float[Array, "tokens hidden"] | None = None
+
+
+StepResult = tuple[Planes, DeviceState, DeviceOutputs]
 
 
 def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., StepResult]:
-    """The step function of one bucket, to be jitted with `planes` and `device_state` donated.
-
-    Its outputs are packed into one `Int32[rows, 3 + 2 * top]` array, see `unpack_outputs`.
-    """
+    """The step function of one bucket, to be jitted with `planes` and `device_state` donated."""
     bucket = layout.bucket
     returns_logits = model.returns_logits and bucket.sampling == "full"
 
@@ -110,15 +123,18 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., StepResul
             implementation=model.attention_implementation,
         )
         hidden = module(tokens, positions, attention)
-        if bucket.mode == "extend":
-            hidden = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)]
-        logits = module.logits(hidden)
+        last = hidden[jnp.maximum(batch.query_starts[1:] - 1, 0)] if bucket.mode == "extend" else hidden
+        logits = module.logits(last)
         result, sampling = _draw(logits, batch.sampling, device_state.sampling, bucket.sampling)
         # Rows that draw nothing write the padding slot.
         target = jnp.where(batch.sampling.samples, slots, 0)
         last_tokens = device_state.last_tokens.at[target].set(result.token)
-        state = DeviceState(last_tokens, sampling, tables)
-        return attention.planes, state, pack_outputs(result), logits if returns_logits else None
+        outputs = DeviceOutputs(
+            pack_outputs(result),
+            logits=logits if returns_logits else None,
+            hidden=hidden if bucket.mode == "extend" else None,
+        )
+        return attention.planes, DeviceState(last_tokens, sampling, tables), outputs
 
     return step
 

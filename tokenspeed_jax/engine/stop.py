@@ -76,25 +76,27 @@ class StopChecker:
 
     Looked at in this order: an id of `params.stop_token_ids`, an end-of-sequence id (unless `ignore_eos`), a stop
     string in the decoded text, `max_tokens`. The text of an id that ends the sample is not shown, nor a stop string
-    and what follows it. None of the first three ends a sample within its first `min_tokens` tokens; a stop string
-    must lie wholly in text that later tokens brought. A character belongs to the token that completes it. The end of a
-    grammar ends the sample like an end-of-sequence id, without any such exception: nothing could follow.
+    and what follows it; with `include_stop_str_in_output` only what follows it is not. None of the first three ends a
+    sample within its first `min_tokens` tokens; a stop string must lie wholly in text that later tokens brought. A
+    character belongs to the token that completes it. The end of a grammar ends the sample like an end-of-sequence id,
+    without any such exception: nothing could follow.
 
     Args:
         eos_token_ids: the model's end-of-sequence ids.
-        max_tokens: tokens after which the sample ends with "length"; at least 1.
+        max_tokens: tokens after which the sample ends with "length"; where it is 0, the first one ends it unseen.
         detokenizer: a fresh one, for this sample alone.
     """
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Collection[int], max_tokens: int, detokenizer: TextSource
     ) -> None:
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must be at least 0, got {max_tokens}")
         self._stop_ids = frozenset(params.stop_token_ids)
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._min_tokens = params.min_tokens
         self._max_tokens = max_tokens
+        self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(params.stop)
         self._tokens = 0
@@ -109,13 +111,15 @@ class StopChecker:
         if self._is_finished:
             raise RuntimeError("a token was pushed after the sample had ended")
         self._tokens += 1
+        if self._max_tokens == 0:
+            return self._end("", "length", None)
         if self._tokens > self._min_tokens:
             if token_id in self._stop_ids:
-                return self._end("", "stop", token_id)
+                return self._end_at(token_id, token_id)
             if token_id in self._eos_ids:
-                return self._end("", "stop", None)
+                return self._end_at(token_id, None)
         if ends_grammar:
-            return self._end("", "stop", None)
+            return self._end_at(token_id, None)
         shown, stop = self._match(self._detokenizer.push([token_id]))
         if stop is not None:
             self._is_finished = True
@@ -133,7 +137,17 @@ class StopChecker:
     def _match(self, text: str) -> tuple[str, str | None]:
         if self._tokens <= self._min_tokens:
             return text, None
-        return self._matcher.push(text)
+        shown, stop = self._matcher.push(text)
+        return (shown + stop if stop is not None and self._includes_stop else shown), stop
+
+    def _end_at(self, token_id: int, stop_reason: int | None) -> StopUpdate:
+        """Ends the sample with an id."""
+        if not self._includes_stop:
+            return self._end("", "stop", stop_reason)
+        self._is_finished = True
+        # Nothing of the text is left out, so it does not matter any more where a stop string may begin.
+        shown = self._matcher.flush() + self._detokenizer.push([token_id]) + self._detokenizer.flush()
+        return StopUpdate(shown, "stop", stop_reason)
 
     def _end(self, shown: str, reason: Literal["stop", "length"], stop_reason: int | None) -> StopUpdate:
         """Ends the sample; bytes of an unfinished character come out now and may still complete a stop string."""

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
@@ -39,7 +40,7 @@ from tokenspeed_jax.serve.openapi import OpenApiRoute
 from tokenspeed_jax.serve.protocol.chat import ChatReply, ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionReply, CompletionRequest
 from tokenspeed_jax.serve.protocol.generate import GenerateReply, GenerateRequest
-from tokenspeed_jax.serve.protocol.logprobs import TokenNames
+from tokenspeed_jax.serve.protocol.logprobs import TokenNames, check_num_prompt_logprobs
 from tokenspeed_jax.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from tokenspeed_jax.serve.protocol.messages_reply import MessagesReply
 from tokenspeed_jax.serve.protocol.reply import ReplyHead
@@ -273,7 +274,10 @@ class ModelServer:
                 choices = await while_connected(request.receive, generation.finish(reply.take))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return Response(reply.body(choices), headers=headers, media_type=_JSON)
+        # Whole prompts are too much to encode between two events of other streams.
+        is_long = params.prompt_logprobs is not None
+        body = await run_in_threadpool(reply.body, choices) if is_long else reply.body(choices)
+        return Response(body, headers=headers, media_type=_JSON)
 
     def _prompts(self, parsed: AnyRequest | CountTokensRequest) -> tuple[SamplingParams, list[list[int]]]:
         """The request's parameters and the token ids of its prompts. Raises `ApiError` for whatever is wrong in it."""
@@ -298,6 +302,7 @@ class ModelServer:
                 param=parsed.names.get("prompt", "prompt"),
                 code="invalid_value",
             )
+        check_num_prompt_logprobs(prompts, params, parsed.names.get("prompt", "prompt"))
         return params, prompts
 
     def _compile(self, constraint: StructuredOutputsParams, parsed: AnyRequest) -> None:
@@ -330,11 +335,15 @@ def _own_names(parsed: AnyRequest | CountTokensRequest) -> contextlib.AbstractCo
 
 
 async def _events(generation: Generation, reply: StreamedReply) -> AsyncIterator[bytes]:
+    def grown(batch: list[tuple[int, RequestDelta]]) -> bytes:
+        # What one step brought goes out in one piece: a write per event would cost more than the event.
+        return b"".join([reply.growth(index, delta) for index, delta in batch])
+
     if opening := reply.opening():
         yield opening
     async for batch in generation.batches():
-        # What one step brought goes out in one piece: a write per event would cost more than the event.
-        if growth := b"".join(reply.growth(index, delta) for index, delta in batch):
+        is_long = any(delta.prompt_logprobs is not None for _, delta in batch)
+        if growth := await run_in_threadpool(grown, batch) if is_long else grown(batch):
             yield growth
     yield reply.closing(generation.choices)
 

@@ -10,7 +10,7 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.serve.bodies import Neutral
 from tokenspeed_jax.serve.errors import ApiError
 from tokenspeed_jax.serve.protocol.conversation import ChatMessage, render_chat
-from tokenspeed_jax.serve.protocol.logprobs import TokenNames, chat_logprobs
+from tokenspeed_jax.serve.protocol.logprobs import TokenNames, chat_logprobs, prompt_entries
 from tokenspeed_jax.serve.protocol.message_deltas import MessageDeltas, whole_message
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import COMMON_NEUTRAL_FIELDS, SamplingFields, empty, equals
@@ -93,6 +93,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             max_tokens=limits.pop() if limits else None,
             logprobs=bool(self.logprobs),
             top_logprobs=self.top_logprobs or 0,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def prompt_token_ids(self, tokenizer: ServedTokenizer) -> list[list[int]]:
@@ -148,6 +149,8 @@ class ChatReply(ChunkedReply):
         }
         if self._returns_ids:
             body["prompt_token_ids"] = choices[0].prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_entries(self._names, choices[0].prompt_logprobs)
         return msgspec.json.encode(body)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from tokenspeed_jax.engine.outputs import RequestDelta
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.errors import InvalidRequest
 from tokenspeed_jax.serve.bodies import Neutral, convert_object
 from tokenspeed_jax.serve.errors import ApiError, refusal
-from tokenspeed_jax.serve.protocol.logprobs import LOWEST_LOGPROB, TokenNames
+from tokenspeed_jax.serve.protocol.logprobs import TokenNames, finite
 from tokenspeed_jax.serve.protocol.reply import Choice, ReplyHead
 from tokenspeed_jax.serve.protocol.sampling import bias_by_id, empty, equals
 from tokenspeed_jax.serve.protocol.structured_outputs import check_one_constraint, engine_names, sglang_constraint
@@ -28,6 +29,7 @@ _ENGINE_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
 }
 """Names of sampling parameters where SGLang's differ from the engine's."""
 
@@ -45,7 +47,6 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     neutral_fields: ClassVar[Mapping[str, Neutral]] = {
         "structural_tag": never,
         "stop_regex": empty,
-        "no_stop_trim": equals(False),
         "spaces_between_special_tokens": equals(True),
         "custom_params": empty,
         "stream_interval": equals(1),
@@ -66,6 +67,7 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
     n: int | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -87,14 +89,16 @@ class GenerateSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body: one prompt or a list of them, with one set of sampling parameters for all."""
+    """The body: one prompt or a list of them, with one set of sampling parameters for all.
+
+    `logprob_start_len` is the first token of the prompt that log-probabilities are told of; -1 tells of none.
+    """
 
     neutral_fields: ClassVar[Mapping[str, Neutral]] = {
         **dict.fromkeys(("input_embeds", "lora_path", "custom_logit_processor", "session_id"), never),
         **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities", "session_params"), empty),
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), equals(False)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key"), never),
-        "logprob_start_len": equals(-1),
         "token_ids_logprob": empty,
         "log_metrics": equals(True),
     }
@@ -105,6 +109,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_params: dict[str, Any] | None = None
     rid: str | None = None
     return_logprob: bool | None = None
+    logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -118,7 +123,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         prompt = "text" if self.input_ids is None else "input_ids"
         names = {name: f"sampling_params.{name}" for name in GenerateSampling.__struct_fields__}
         names |= {engine: f"sampling_params.{name}" for name, engine in _ENGINE_NAMES.items()}
-        names |= {"top_logprobs": "top_logprobs_num", "request_id": "rid"}
+        names |= {"top_logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num", "request_id": "rid"}
         names |= {"prompt": prompt, "prompt_token_ids": prompt}
         given = [name for name in _CONSTRAINTS if (self.sampling_params or {}).get(name) is not None]
         return names | engine_names(f"sampling_params.{given[0]}") if given else names
@@ -127,6 +132,11 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def has_many_prompts(self) -> bool:
         """Whether the prompt is a list of prompts, be it of one."""
         return isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))
+
+    @property
+    def scores_input(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for."""
+        return self.logprob_start_len not in (None, -1)
 
     def params(self) -> SamplingParams:
         """Sampling parameters; 128 tokens unless said otherwise, as SGLang has it.
@@ -138,18 +148,19 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ApiError(
                 "rid must be 1 to 256 visible ASCII characters without spaces", param="rid", code="invalid_value"
             )
-        if self.return_text_in_logprobs and not self.return_logprob:
-            raise ApiError(
-                "return_text_in_logprobs needs return_logprob = true",
-                param="return_text_in_logprobs",
-                code="invalid_value",
-            )
+        for name, is_used in (
+            ("return_text_in_logprobs", self.return_text_in_logprobs),
+            ("logprob_start_len", self.scores_input),
+        ):
+            if is_used and not self.return_logprob:
+                raise ApiError(f"{name} needs return_logprob = true", param=name, code="invalid_value")
         sampling = convert_object(self.sampling_params or {}, GenerateSampling, "sampling_params.")
         try:
             return SamplingParams(
                 **sampling.engine_arguments(),
                 logprobs=bool(self.return_logprob),
                 top_logprobs=self.top_logprobs_num or 0,
+                prompt_logprobs=(self.top_logprobs_num or 0) if self.scores_input else None,
             )
         except InvalidRequest as error:
             raise refusal(error, self.names) from None
@@ -161,7 +172,16 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         name, prompts = ("text", self._texts()) if self.input_ids is None else ("input_ids", self._id_lists())
         if not prompts or not all(prompts):
             raise ApiError(f"{name} must not be empty", param=name, code="invalid_value")
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        token_ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        shortest = min(map(len, token_ids))
+        if self.scores_input and not 0 <= (self.logprob_start_len or 0) < shortest:
+            raise ApiError(
+                f"logprob_start_len must be -1 or lie in [0, {shortest}), the tokens of the shortest prompt, got "
+                f"{self.logprob_start_len}",
+                param="logprob_start_len",
+                code="invalid_value",
+            )
+        return token_ids
 
     def _texts(self) -> Sequence[str]:
         return self.text if isinstance(self.text, list) else [self.text or ""]
@@ -209,6 +229,7 @@ class GenerateReply(ChunkedReply):
         self._head = head
         self._params = params
         self._names = names if request.return_text_in_logprobs else None
+        self._input_start = request.logprob_start_len or 0
         self._has_many_prompts = request.has_many_prompts
         self._is_list = request.has_many_prompts or params.n > 1
         self._incremental = incremental
@@ -217,7 +238,7 @@ class GenerateReply(ChunkedReply):
 
     def body(self, choices: list[Choice]) -> bytes:
         """The whole reply as JSON: an object, or a list of them for several prompts or samples."""
-        replies = [self._reply(choice, self._extended(_Part(), choice)) for choice in choices]
+        replies = [self._reply(choice, self._extended(_Part(), choice), choice.prompt_logprobs) for choice in choices]
         return msgspec.json.encode(replies if self._is_list else replies[0])
 
     def chunks(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
@@ -227,7 +248,8 @@ class GenerateReply(ChunkedReply):
             self._open[index] = (choice, _Part())
         choice, part = self._open[index]
         choice.push(delta)
-        chunk = self._reply(choice, self._extended(_Part() if self._incremental else part, delta))
+        part = self._extended(_Part() if self._incremental else part, delta)
+        chunk = self._reply(choice, part, delta.prompt_logprobs)
         return [chunk | {"index": index} if self._is_list else chunk]
 
     def _extended(self, part: _Part, source: Choice | RequestDelta) -> _Part:
@@ -241,14 +263,25 @@ class GenerateReply(ChunkedReply):
             part.top_logprobs += [self._entries(top.items()) for top in source.top_logprobs or []]
         return part
 
-    def _entries(self, pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
+    def _entries(self, pairs: Iterable[tuple[int, float | None]]) -> list[list[Any]]:
         names = self._names
         return [
-            [max(logprob, LOWEST_LOGPROB), token_id, None if names is None else names.of(token_id)[0]]
-            for token_id, logprob in pairs
+            [finite(logprob), token_id, None if names is None else names.of(token_id)[0]] for token_id, logprob in pairs
         ]
 
-    def _reply(self, choice: Choice, part: _Part) -> dict[str, Any]:
+    def _input_entries(self, choice: Choice, prompt: PromptLogprobs) -> dict[str, Any]:
+        """What SGLang tells of a prompt: no number for the first of the tokens, whatever stands before it."""
+        start = self._input_start
+        own = [None, *prompt.token_logprobs()[start + 1 :]]
+        told: dict[str, Any] = {
+            "input_token_logprobs": self._entries(zip(choice.prompt_token_ids[start:], own, strict=True))
+        }
+        if self._params.top_logprobs:
+            tops = prompt.top_logprobs()[start + 1 :]
+            told["input_top_logprobs"] = [None, *(self._entries((top or {}).items()) for top in tops)]
+        return told
+
+    def _reply(self, choice: Choice, part: _Part, prompt: PromptLogprobs | None) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self._prompt_id(choice),
             "finish_reason": _finish_reason(choice, part.output_ids),
@@ -258,6 +291,8 @@ class GenerateReply(ChunkedReply):
         }
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._start
+        if prompt is not None:
+            meta |= self._input_entries(choice, prompt)
         if self._params.logprobs:
             meta["output_token_logprobs"] = part.logprobs
             meta["output_token_sampling_logprobs"] = part.sampling_logprobs

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
+from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -46,6 +48,7 @@ class Choice:
             self.logprobs += delta.logprobs or []
             self.sampling_logprobs += delta.sampling_logprobs or []
             self.top_logprobs += delta.top_logprobs or []
+            self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
 
 
 @dataclass(frozen=True)

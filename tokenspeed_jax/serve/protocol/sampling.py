@@ -28,9 +28,7 @@ COMMON_NEUTRAL_FIELDS: Mapping[str, Neutral] = {
     "metadata": empty,
     "use_beam_search": equals(False),
     "length_penalty": equals(1, 1.0),
-    "include_stop_str_in_output": equals(False),
     "spaces_between_special_tokens": equals(True),
-    "prompt_logprobs": lambda _value, _body: False,
     **STRUCTURED_NEUTRAL_FIELDS,
 }
 """Fields that clients send although they ask for nothing; null is neutral for each."""
@@ -52,8 +50,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SamplingFields(StructuredOutputFields, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both endpoints; null means the default. `return_token_ids`, `priority` and `cache_salt` are vLLM's
-    extensions."""
+    """Fields of both endpoints; null means the default. `return_token_ids`, `prompt_logprobs`, `priority` and
+    `cache_salt` are vLLM's extensions."""
 
     neutral_fields: ClassVar[Mapping[str, Neutral]] = COMMON_NEUTRAL_FIELDS
 
@@ -74,6 +72,8 @@ class SamplingFields(StructuredOutputFields, forbid_unknown_fields=True, kw_only
     ignore_eos: bool | None = None
     n: int | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -98,9 +98,13 @@ class SamplingFields(StructuredOutputFields, forbid_unknown_fields=True, kw_only
         Raises:
             ApiError: 400 naming the first value outside its range.
         """
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                "prompt_logprobs are not available in a stream", param="prompt_logprobs", code="invalid_value"
+            )
         same = (
             "min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-            "stop_token_ids ignore_eos n skip_special_tokens"
+            "stop_token_ids ignore_eos n skip_special_tokens include_stop_str_in_output"
         )
         given = {name: value for name in same.split() if (value := getattr(self, name)) is not None}
         if self.logit_bias:
