@@ -69,7 +69,18 @@ def test_the_start_up_report_counts_state_groups_in_requests() -> None:
     state = by_id["linear_attention_1"]
     assert (state.unit, state.block_bytes, state.capacity) == ("requests", 12 * (2_097_152 + 49_152), parents // 3)
     assert state.padding_bytes_per_lcm_block == 24_576_000
-    report = MemoryReport(0, result.plan.arena_bytes, 0, 0, None, parents, result.plan.lcm_block_bytes, groups)
+    report = MemoryReport(
+        weights=0,
+        arena=result.plan.arena_bytes,
+        device_state=0,
+        workspace=0,
+        free=None,
+        num_parents=parents,
+        parent_bytes=result.plan.lcm_block_bytes,
+        prefix_granularity=result.plan.prefix_granularity,
+        token_capacity=result.token_capacity,
+        groups=groups,
+    )
     lines = list(report.lines())
     for name in states:
         assert f"group {name}: packing 1, 24576000 bytes of a parent unused, capacity {parents // 3} requests" in lines
