@@ -188,8 +188,7 @@ def test_packed_sequences_and_padding_do_not_see_each_other(family, golden_model
     assert (np.asarray(packed[sum(lengths[:2]) :]) != np.asarray(repadded[sum(lengths[:2]) :])).any()
 
 
-# Qwen3.5 has the layers of Qwen3-Next, and Qwen3-Next its experts.
-@pytest.mark.parametrize("family", [family for family in RECURRENT if "qwen3_5" not in family], scope="module")
+@pytest.mark.parametrize("family", RECURRENT, scope="module")
 def test_gradients_reach_every_parameter_that_a_token_passes(family, golden_model):
     model, ids, positions = golden_model(family), jnp.asarray(tokens(24)), jnp.arange(24)
 
