@@ -17,6 +17,9 @@ from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 from tokenspeed_jax.weights.demo import demo_checkpoint
 
+# Tracing a model makes millions of small objects that live on: Python's default looks through them all again and again.
+gc.set_threshold(50_000, 20, 50)
+
 # For the nights: `pytest --hypothesis-profile=long tests/scheduler/test_stateful.py`.
 settings.register_profile("long", max_examples=3000, stateful_step_count=300, deadline=None)
 

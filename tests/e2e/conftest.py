@@ -6,9 +6,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from ..tiny_sizes import TINY, model_config, shared_sizes
 from .server_process import ServerProcess
-
-TINY = Path(__file__).parents[1] / "golden" / "tiny"
 
 ADMIN_KEY = "admin-key-of-the-tests"
 WARM_FAMILY = "llama"
@@ -18,11 +17,17 @@ ServerFactory = Callable[[str], ServerProcess]
 
 
 @pytest.fixture(scope="session")
-def small_options(compiled_programs: Path) -> list[str]:
-    """Options of a small float32 server on a free port."""
+def local_options(compiled_programs: Path) -> list[str]:
+    """Options of a server on a free port that keeps its programs for the session."""
+    return ["--port=0", f"--compilation-cache-dir={compiled_programs}", "--disable-progress-bars"]
+
+
+@pytest.fixture(scope="session")
+def small_options(local_options: list[str]) -> list[str]:
+    """Options of a small float32 server."""
     return [
-        "--port=0", "--dtype=float32", "--max-num-seqs=8", "--max-num-batched-tokens=128",
-        "--kv-cache-memory-bytes=33554432", f"--compilation-cache-dir={compiled_programs}", "--disable-progress-bars",
+        "--dtype=float32", "--max-num-seqs=8", "--max-num-batched-tokens=128", "--kv-cache-memory-bytes=33554432",
+        *local_options,
     ]  # fmt: skip
 
 
@@ -33,16 +38,23 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(small_options: list[str], profiles: Path) -> Iterator[ServerFactory]:
-    """`tiny_server(family)`: the server of a tiny golden checkpoint."""
+def tiny_server(small_options: list[str], local_options: list[str], profiles: Path) -> Iterator[ServerFactory]:
+    """`tiny_server(family)`: the server of a tiny golden checkpoint.
+
+    All but one have the sizes, and so the programs, of the engines in tests/engine/test_tiny_goldens.py.
+    """
     servers: dict[str, ServerProcess] = {}
 
     def get(family: str) -> ServerProcess:
         if family not in servers:
-            options = ["--model", str(TINY / family), "--served-model-name", "tiny", *small_options]
+            options = ["--model", str(TINY / family), "--served-model-name", "tiny"]
             options += ["--admin-api-key", ADMIN_KEY, "--profiler-dir", str(profiles)]
-            if family != WARM_FAMILY:
-                options.append("--no-warmup")
+            if family == WARM_FAMILY:
+                options += small_options
+            else:
+                sizes = shared_sizes(model_config(family)) | {"max_num_batched_tokens": 256}
+                options += [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+                options += ["--no-warmup", *local_options]
             servers[family] = ServerProcess(options)
         return servers[family]
 

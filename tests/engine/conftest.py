@@ -9,7 +9,8 @@ import pytest
 
 from tokenspeed_jax import Engine, EngineConfig
 
-from .three_kinds import THREE_KINDS, three_kinds_model
+from ..tiny_sizes import model_config, shared_sizes
+from .three_kinds import CONFIG, THREE_KINDS, three_kinds_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -52,3 +53,9 @@ def tiny_engine() -> Iterator[EngineFactory]:
 
     yield make
     close()
+
+
+def of_shared_sizes(tiny_engine: EngineFactory, family: str, **options: object) -> Engine:
+    """`tiny_engine` with the sizes that tests of all families share."""
+    config = CONFIG if family == THREE_KINDS else model_config(family)
+    return tiny_engine(family, **shared_sizes(config), **options)

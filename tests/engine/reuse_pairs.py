@@ -59,13 +59,13 @@ class Run:
 
 
 def run_one_after_another(engine: Engine, prompts: Sequence[list[int]]) -> list[Run]:
-    """Greedy outputs, by an engine of `max_num_seqs=1`, which admits requests in order, each after the one before."""
+    """Greedy outputs, each request after the one before."""
     loop = engine._loop  # pyright: ignore[reportPrivateUsage]
     original = loop._scheduler  # pyright: ignore[reportPrivateUsage]
     watched = WatchedScheduler(original)
     loop._scheduler = watched  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     try:
-        outputs = engine.generate(list(prompts), GREEDY)
+        outputs = [engine.generate(prompt, GREEDY)[0] for prompt in prompts]
     finally:
         loop._scheduler = original  # pyright: ignore[reportPrivateUsage]
     return [

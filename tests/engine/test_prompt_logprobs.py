@@ -14,8 +14,9 @@ from tokenspeed_jax import Engine, InvalidRequest, RequestOutput, SamplingParams
 from tokenspeed_jax.engine.prompt_logprobs import Logprob, PromptScores
 from tokenspeed_jax.engine.prompt_scorer import score_rows
 
+from ..tiny_sizes import MAX_NUM_SEQS
 from .conftest import EngineFactory
-from .test_tiny_goldens import small
+from .test_tiny_goldens import in_chunks
 
 SCORED = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
 PLAIN = dataclasses.replace(SCORED, prompt_logprobs=None)
@@ -69,10 +70,12 @@ def test_samples_of_one_request_share_one_score_and_every_first_delta_has_it(eng
 
 
 def test_a_retracted_prompt_is_scored_all_the_same(tiny_engine: EngineFactory) -> None:
-    engine = small(tiny_engine, "llama")
+    engine = in_chunks(tiny_engine, "llama")
     before = engine.stats().retractions
     params = dataclasses.replace(SCORED, max_tokens=None)
-    for output in engine.generate([ids(seed, length) for seed, length in enumerate((97, 80, 120, 40))], params):
+    for output in engine.generate(
+        [ids(seed, length) for seed, length in enumerate((97, 80, 120, 40) * (MAX_NUM_SEQS // 4))], params
+    ):
         assert_is_score(engine, output)
     assert engine.stats().retractions > before
 

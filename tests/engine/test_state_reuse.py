@@ -2,7 +2,7 @@
 
 Bits depend on the shapes of a step: on a CPU a product of one row is summed in another order than one of sixteen,
 and XLA fuses a layer differently for 64 tokens than for 256. Both change a log-probability by up to 2e-5. Exactness is
-therefore claimed where cold and warm runs take the same buckets: the engines here have one shape of each.
+therefore claimed where cold and warm runs take the same buckets: one request at a time has one shape of each.
 """
 
 import numpy as np
@@ -11,27 +11,19 @@ import pytest
 from tokenspeed_jax import Engine
 
 from ..families import RECURRENT
-from .conftest import EngineFactory
+from ..tiny_sizes import BLOCK
+from .conftest import EngineFactory, of_shared_sizes
 from .reuse_pairs import Triple, draw_triples, forget_prefixes, run_one_after_another
 from .three_kinds import THREE_KINDS
 
-P, CHUNK = 16, 64
+CHUNK = 64
 STATE_FAMILIES = (*RECURRENT, THREE_KINDS)
 STATES_ALONE = ("mamba2", "falcon_mamba")
 """Without keys and values nothing says how far a prompt is known, and no snapshot is made there for the next one."""
 
 
-def engine_of_one_shape(tiny_engine: EngineFactory, family: str, granularity: int) -> Engine:
-    return tiny_engine(
-        family,
-        prefix_granularity=P,
-        checkpoint_granularity=granularity,
-        kernel_page_size=P,
-        max_num_seqs=1,
-        max_num_batched_tokens=CHUNK,
-        max_model_len=256,
-        kv_cache_memory_bytes=32 << 20,
-    )
+def engine_with(tiny_engine: EngineFactory, family: str, granularity: int) -> Engine:
+    return of_shared_sizes(tiny_engine, family, max_num_batched_tokens=CHUNK, checkpoint_granularity=granularity)
 
 
 def assert_reuse_is_exact(engine: Engine, family: str, triples: list[Triple]) -> None:
@@ -56,10 +48,10 @@ def assert_reuse_is_exact(engine: Engine, family: str, triples: list[Triple]) ->
     assert warm[1].granted == warm[2].granted == cold[0].ends[0] == CHUNK
     missed = 0
     for triple, second, third in zip(triples, warm[1::3], warm[2::3], strict=True):
-        known = triple.shared // P * P
-        assert second.granted % P == 0
+        known = triple.shared // BLOCK * BLOCK
+        assert second.granted % BLOCK == 0
         assert second.granted <= known
-        if known == len(triple.first) // P * P:
+        if known == len(triple.first) // BLOCK * BLOCK:
             assert second.granted == known
         if family not in STATES_ALONE:
             # The second prompt left a snapshot where the third one parts from it.
@@ -68,21 +60,21 @@ def assert_reuse_is_exact(engine: Engine, family: str, triples: list[Triple]) ->
     assert engine.stats().checkpoint_lost_tokens - lost == missed
 
 
-@pytest.mark.parametrize("granularity", [4, P])
+@pytest.mark.parametrize("granularity", [4, BLOCK])
 @pytest.mark.parametrize("family", STATE_FAMILIES, scope="module")
 def test_a_shared_prefix_changes_no_token_and_no_log_probability(
     tiny_engine: EngineFactory, family: str, granularity: int
 ) -> None:
     """Six triples, two pairs each, for nine families and two granularities: 216 pairs."""
     rng = np.random.default_rng([STATE_FAMILIES.index(family), granularity])
-    assert_reuse_is_exact(engine_of_one_shape(tiny_engine, family, granularity), family, draw_triples(rng, 6, P, CHUNK))
+    assert_reuse_is_exact(engine_with(tiny_engine, family, granularity), family, draw_triples(rng, 6, BLOCK, CHUNK))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("granularity", [4, P])
+@pytest.mark.parametrize("granularity", [4, BLOCK])
 @pytest.mark.parametrize("family", STATE_FAMILIES, scope="module")
 def test_many_shared_prefixes(tiny_engine: EngineFactory, family: str, granularity: int) -> None:
-    engine = engine_of_one_shape(tiny_engine, family, granularity)
+    engine = engine_with(tiny_engine, family, granularity)
     for seed in range(20):
         rng = np.random.default_rng([seed, STATE_FAMILIES.index(family), granularity, 1])
-        assert_reuse_is_exact(engine, family, draw_triples(rng, 12, P, CHUNK))
+        assert_reuse_is_exact(engine, family, draw_triples(rng, 12, BLOCK, CHUNK))

@@ -1,7 +1,7 @@
 """Every path through the engine gives the tokens and log-probabilities that transformers recorded, or PlainStep.
 
-A family's tests take two engines, `small` and `roomy`, which compile three steps each: compiling is nearly all that
-these tests cost. They ask for log-probabilities everywhere for that reason too, as others are other programs.
+A family's tests take two engines of the sizes in tests/tiny_sizes.py, which differ in the length of a chunk. They ask
+for log-probabilities everywhere, as steps that need none are other programs.
 """
 
 import dataclasses
@@ -13,41 +13,26 @@ import pytest
 
 from tokenspeed_jax import Engine, RequestOutput, SamplingParams
 from tokenspeed_jax.engine.collector import RequestCollector
-from tokenspeed_jax.models.registry import resolve_model
-from tokenspeed_jax.recipes.base import SchedulerLimits
-from tokenspeed_jax.recipes.plan import pack
-from tokenspeed_jax.recipes.setup import CACHE_FAMILIES
 
 from ..families import ALL, RECURRENT
-from .conftest import GOLDEN, EngineFactory
+from ..tiny_sizes import MAX_MODEL_LEN, MAX_NUM_SEQS
+from .conftest import GOLDEN, EngineFactory, of_shared_sizes
 from .reuse_pairs import forget_prefixes
-from .three_kinds import CONFIG, THREE_KINDS, three_kinds_golden
+from .three_kinds import THREE_KINDS, three_kinds_golden
 
 FAMILIES = (*ALL, THREE_KINDS)
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=5)
-SMALL_LENGTH = 232
 
 
-def small(tiny_engine: EngineFactory, family: str) -> Engine:
-    """Chunks of 64 tokens, blocks of 16, and a pool that holds one and a half requests at full length.
-
-    Without overlap, since a request whose step is in flight is never retracted.
-    """
-    return tiny_engine(
-        family,
-        prefix_granularity=16,
-        kernel_page_size=16,
-        max_model_len=SMALL_LENGTH,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=small_pool_bytes(family),
-        overlap_schedule=False,
-    )
+def in_chunks(tiny_engine: EngineFactory, family: str) -> Engine:
+    """Chunks of 64 tokens, and one step at a time: a request whose step is in flight is never retracted."""
+    return of_shared_sizes(tiny_engine, family, max_num_batched_tokens=64, overlap_schedule=False)
 
 
-def roomy(tiny_engine: EngineFactory, family: str) -> Engine:
-    """Chunks of 256 tokens, blocks of 64, and room for all."""
-    return tiny_engine(family, prefix_granularity=64, max_model_len=320)
+def in_one_chunk(tiny_engine: EngineFactory, family: str) -> Engine:
+    """Chunks of 256 tokens."""
+    return of_shared_sizes(tiny_engine, family, max_num_batched_tokens=256)
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -58,6 +43,14 @@ def golden_prompts(family: str) -> list[dict[str, Any]]:
     if family == THREE_KINDS:
         return list(three_kinds_golden())
     return json.loads((GOLDEN / "tiny" / f"{family}.json").read_text())["prompts"]
+
+
+def generate_apart(engine: Engine, goldens: list[dict[str, Any]], params: SamplingParams) -> list[RequestOutput]:
+    """All at once, with a salt for each that keeps them from sharing what they have in common."""
+    collectors = [RequestCollector(params) for _ in goldens]
+    for index, (golden, collector) in enumerate(zip(goldens, collectors, strict=True)):
+        engine.submit(golden["prompt_ids"], params, cache_salt=str(index), on_delta=collector.push)
+    return [collector.wait() for collector in collectors]
 
 
 def assert_is_golden(output: RequestOutput, golden: dict[str, Any]) -> None:
@@ -91,7 +84,7 @@ def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: EngineFactory, family: str) -> None:
-    engine = small(tiny_engine, family)
+    engine = in_chunks(tiny_engine, family)
     is_scored = family != THREE_KINDS
     for golden in golden_prompts(family):
         first = dataclasses.replace(GREEDY, prompt_logprobs=5) if is_scored else GREEDY
@@ -110,7 +103,7 @@ def test_cold_prompts_in_chunks_of_64_then_warm_ones_match_alone(tiny_engine: En
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineFactory, family: str) -> None:
     # Cold: chunks of 64 tokens, so the last one starts where the warm hit ends and has the same bucket.
-    engine = small(tiny_engine, family)
+    engine = in_chunks(tiny_engine, family)
     forget_prefixes(engine)
     ids = random_prompt(2, 64 * 3 + 10)
     cold, warm = (engine.generate(ids, GREEDY)[0] for _ in range(2))
@@ -122,18 +115,18 @@ def test_equal_chunk_boundaries_and_buckets_give_equal_bits(tiny_engine: EngineF
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, family: str) -> None:
-    # Undeclared output budgets; equal requests share blocks, and Mistral's keep only a window each.
-    engine = small(tiny_engine, family)
+    # Undeclared output budgets, and a salt for each, as equal requests would share blocks.
+    engine = in_chunks(tiny_engine, family)
     params = dataclasses.replace(GREEDY, max_tokens=None)
     prompts = golden_prompts(family)
-    batch = [prompts[index] for index in (0, 1, 2, 0, 1)]
+    batch = [prompts[index % 3] for index in range(MAX_NUM_SEQS)]
     before = engine.stats().retractions
-    outputs = engine.generate([prompt["prompt_ids"] for prompt in batch], params)
+    outputs = generate_apart(engine, batch, params)
     same: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for output, golden in zip(outputs, batch, strict=True):
         token_ids = output.samples[0].token_ids
         assert token_ids[:24] == golden["output_ids"]
-        assert len(golden["prompt_ids"]) + len(token_ids) == SMALL_LENGTH
+        assert len(golden["prompt_ids"]) + len(token_ids) == MAX_MODEL_LEN
         same.setdefault(tuple(golden["prompt_ids"]), set()).add(tuple(token_ids))
     assert all(len(variants) == 1 for variants in same.values())
     # A request of a model with states alone never grows, so nothing is ever taken from it.
@@ -144,30 +137,25 @@ def test_eviction_and_retraction_change_no_token(tiny_engine: EngineFactory, fam
 def test_prompts_in_one_chunk_match_alone_and_all_match_in_a_mixed_batch_of_16(
     tiny_engine: EngineFactory, family: str
 ) -> None:
-    engine = roomy(tiny_engine, family)
+    engine = in_one_chunk(tiny_engine, family)
     prompts = sorted(golden_prompts(family), key=lambda prompt: len(prompt["prompt_ids"]))
     longest = prompts[-1]
     assert_is_golden(engine.generate(longest["prompt_ids"], GREEDY)[0], longest)
-    # It also comes first, and so whole, in a batch whose later prompts are cut where a step is full. A salt of their
-    # own keeps the sixteen from sharing what they have in common.
+    # It also comes first, and so whole, in a batch whose later prompts are cut where a step is full.
     batch = [prompts[index % 3] for index in range(2, 18)]
-    collectors = [RequestCollector(GREEDY) for _ in batch]
-    for index, (golden, collector) in enumerate(zip(batch, collectors, strict=True)):
-        engine.submit(golden["prompt_ids"], GREEDY, cache_salt=str(index), on_delta=collector.push)
-    for collector, golden in zip(collectors, batch, strict=True):
-        output = collector.wait()
+    for output, golden in zip(generate_apart(engine, batch, GREEDY), batch, strict=True):
         assert_is_golden(output, golden)
         assert output.cached_tokens == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
-def test_a_shared_prefix_of_200_tokens_hits_at_64_and_agrees_with_the_cold_run(
+def test_a_shared_prefix_of_200_tokens_hits_whole_blocks_and_agrees_with_the_cold_run(
     tiny_engine: EngineFactory, family: str
 ) -> None:
-    engine = roomy(tiny_engine, family)
+    engine = in_one_chunk(tiny_engine, family)
     forget_prefixes(engine)
     once = dataclasses.replace(GREEDY, max_tokens=1)
-    first = random_prompt(6, 220)
+    first = random_prompt(6, 206)
     assert engine.generate(first, once)[0].cached_tokens == 0
     assert engine.generate([*first[:200], 500, *random_prompt(7, 20)], once)[0].cached_tokens == 192
     # 230 tokens cold and 102 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which alone
@@ -184,7 +172,7 @@ def test_a_shared_prefix_of_200_tokens_hits_at_64_and_agrees_with_the_cold_run(
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_greedy_samples_are_all_what_one_sample_is(tiny_engine: EngineFactory, family: str) -> None:
-    engine = roomy(tiny_engine, family)
+    engine = in_one_chunk(tiny_engine, family)
     for length in (100, 129, 230):
         ids = random_prompt(length, length)
         alone = engine.generate(ids, GREEDY, cache_salt="alone")[0].samples[0]
@@ -193,24 +181,3 @@ def test_greedy_samples_are_all_what_one_sample_is(tiny_engine: EngineFactory, f
     scheduler = engine._loop._scheduler  # pyright: ignore[reportPrivateUsage]
     assert scheduler.active_lcm_blocks() == 0
     assert engine.stats().running == engine.stats().waiting == 0
-
-
-def small_pool_bytes(family: str) -> int:
-    """Arena bytes for one and a half requests of `SMALL_LENGTH` tokens, in blocks of 16."""
-    if family == THREE_KINDS:
-        config = CONFIG
-    else:
-        _, config = resolve_model(json.loads((GOLDEN / "tiny" / family / "config.json").read_text()))
-    recipe = CACHE_FAMILIES[config.cache_family](
-        config.attention_layers(),
-        kv_dtype="float32",
-        prefix_granularity=16,
-        budget_bytes=1 << 30,
-        limits=SchedulerLimits("Fused", max_live_requests=16, max_scheduled_tokens=64, max_context_len=SMALL_LENGTH),
-    )
-    groups = recipe.groups()
-    specs = tuple(spec for spec, _ in groups)
-    layout = pack(groups, 16, recipe.packing(groups), recipe.alignment, recipe.max_padding_fraction)
-    model = recipe.capacity_model(layout, specs)
-    alone = model.lcm_blocks_needed_for(model.single_request_group_pages(SMALL_LENGTH))
-    return (1 + alone * 3 // 2) * layout.lcm_block_bytes
