@@ -149,15 +149,10 @@ def test_prompts_in_one_chunk_match_alone_and_all_match_in_a_mixed_batch_of_16(
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
-def test_a_shared_prefix_of_200_tokens_hits_whole_blocks_and_agrees_with_the_cold_run(
-    tiny_engine: EngineFactory, family: str
-) -> None:
+def test_a_warm_prompt_in_another_chunk_agrees_with_the_cold_one(tiny_engine: EngineFactory, family: str) -> None:
     engine = in_one_chunk(tiny_engine, family)
-    forget_prefixes(engine)
     once = dataclasses.replace(GREEDY, max_tokens=1)
-    first = random_prompt(6, 206)
-    assert engine.generate(first, once)[0].cached_tokens == 0
-    assert engine.generate([*first[:200], 500, *random_prompt(7, 20)], once)[0].cached_tokens == 192
+    forget_prefixes(engine)
     # 230 tokens cold and 102 warm take the bucket of 256 both: XLA fuses a layer differently for 64 tokens, which alone
     # changes log-probabilities by up to 2e-5.
     ids = random_prompt(8, 230)
