@@ -8,7 +8,7 @@ import pytest
 from tokenspeed_jax import Engine, SamplingParams
 from tokenspeed_jax.engine.sampler import sample_seed
 
-from .conftest import EngineFactory
+from .conftest import EngineFactory, of_shared_sizes
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
@@ -106,7 +106,7 @@ def test_samples_run_without_prefix_caching(tiny_engine: EngineFactory, monkeypa
 
 
 def test_copies_compile_nothing_once_the_engine_is_warm(tiny_engine: EngineFactory) -> None:
-    engine = tiny_engine("llama", warmup=True, max_num_seqs=8, max_num_batched_tokens=64)
+    engine = of_shared_sizes(tiny_engine, "llama", max_num_batched_tokens=64, warmup=True)
     programs = engine._assembly.programs  # pyright: ignore[reportPrivateUsage]
     assert programs.model.arena.compilations == 2
     engine.generate(prompt(4, 100), dataclasses.replace(RANDOM, n=6))

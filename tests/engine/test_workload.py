@@ -8,7 +8,7 @@ import pytest
 
 from tokenspeed_jax import RequestDelta, SamplingParams
 
-from .conftest import EngineFactory
+from .conftest import EngineFactory, of_shared_sizes
 from .table_watch import watch_tables
 
 NUM_REQUESTS = 300
@@ -52,14 +52,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
 
 
 def test_random_workload(tiny_engine: EngineFactory, compilations: CompilationCount) -> None:
-    engine = tiny_engine(
-        "gemma3",
-        prefix_granularity=16,
-        kernel_page_size=16,
-        max_model_len=256,
-        kv_cache_memory_bytes=3 << 20,
-        warmup=True,
-    )
+    engine = of_shared_sizes(tiny_engine, "gemma3", max_num_batched_tokens=256, warmup=True)
     arena = engine._assembly.programs.model.arena
     watch_tables(engine)
     rng = np.random.default_rng(0)
