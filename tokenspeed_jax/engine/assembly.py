@@ -20,6 +20,7 @@ from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.grammar_compiler import Grammars, grammars_of
 from tokenspeed_jax.engine.limits import EngineLimits
+from tokenspeed_jax.engine.jump_forward import JumpForward
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
@@ -133,6 +134,9 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         eos_token_ids=source.eos_token_ids,
         kv_events=events,
         masks=_mask_builder(source, limits) if grammars.are_served else None,
+        jumps=None
+        if config.disable_jump_forward or not grammars.are_served
+        else JumpForward(scheduler, programs, stats, source.eos_token_ids),
     )
     scorer = Scorer(model, precision=step_model.precision)
     return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)
