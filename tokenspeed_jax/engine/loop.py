@@ -164,7 +164,9 @@ class StepLoop:
     def activity(self, max_requests: int) -> Future[Activity]:
         """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
         return self._request(
-            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+            lambda: take_activity(
+                self._scheduler, self._requests.values(), self._queued, self._slot_owner, max_requests
+            )
         )
 
     def flush_cache(self) -> bool:
