@@ -176,12 +176,19 @@ class ForwardEvent:
         `tokens` is empty for an intermediate chunk, the sampled token for a completing one, the accepted tokens for a
         decode step. `round_number` is that of the plan that had the row; with 0 the result belongs to the oldest
         row of its id that is out and can have produced it.
+
+        `forced_tokens` are output behind the one in `tokens` that is certain without being drawn. The request's next
+        row then is one of the extends, and feeds all of it, the drawn token included, from `extend_prefix_lens` on; a
+        budget, or a boundary of state snapshots, may cut it into several, of which the last one draws. They need role
+        Fused, `enable_mixed_prefill_decode`, `decode_input_tokens` 1, and that no later row of the request is out. The
+        result may be told before its step has run: the row takes no other.
         """
 
         request_id: str
         tokens: list[int]
         spec_candidate_ids: list[int]
         round_number: int
+        forced_tokens: list[int]
         def __init__(self) -> None: ...
 
     class Finish:

@@ -21,6 +21,7 @@ void BindForwardEvents(py::module_& module) {
                     TextSetter(&ExtendResultEvent::request_id))
       .def_readwrite("tokens", &ExtendResultEvent::tokens)
       .def_readwrite("round_number", &ExtendResultEvent::round_number)
+      .def_readwrite("forced_tokens", &ExtendResultEvent::forced_tokens)
       .def_readwrite("spec_candidate_ids", &ExtendResultEvent::spec_candidate_ids);
   py::class_<FinishEvent>(forward, "Finish", "Generation ended normally.")
       .def(py::init<>())

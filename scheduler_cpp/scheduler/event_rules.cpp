@@ -105,8 +105,9 @@ bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
     throw std::invalid_argument("ExtendResult for request '" + event.request_id + "': " + std::to_string(num_tokens) +
                                 " tokens are more than its scheduled forwards can have produced");
   }
-  shadow.token_size += num_tokens;
   const std::size_t row = *RowOfResult(shadow.rows_out, num_tokens, event.round_number);
+  CheckForcedTokens(event, shadow, row);
+  shadow.token_size += num_tokens + static_cast<int64_t>(event.forced_tokens.size());
   shadow.rows_out.erase(shadow.rows_out.begin() + static_cast<std::ptrdiff_t>(row));
   if (shadow.state == RequestState::kPrefillAwaitingResult && num_tokens > 0) {
     shadow.state = RequestState::kPrefillDone;
@@ -116,7 +117,7 @@ bool EventRules::Allows(const ExtendResultEvent& event, Shadow& shadow) const {
 
 void EventRules::CheckCandidates(const ExtendResultEvent& event, const Shadow& shadow) const {
   if (event.spec_candidate_ids.empty()) return;
-  if (role_ != SchedulerConfig::Role::kPrefill) {
+  if (config_.role != SchedulerConfig::Role::kPrefill) {
     throw std::invalid_argument("spec_candidate_ids belong to role P; request '" + event.request_id + "' has some");
   }
   if (shadow.state != RequestState::kPrefillAwaitingResult || event.tokens.empty()) {
@@ -125,10 +126,33 @@ void EventRules::CheckCandidates(const ExtendResultEvent& event, const Shadow& s
   }
 }
 
+void EventRules::CheckForcedTokens(const ExtendResultEvent& event, const Shadow& shadow, std::size_t row) const {
+  if (event.forced_tokens.empty()) return;
+  const std::string who = "forced_tokens of request '" + event.request_id + "' ";
+  const bool are_fed = config_.role == SchedulerConfig::Role::kFused && config_.enable_mixed_prefill_decode &&
+                       config_.decode_input_tokens == 1;
+  if (!are_fed) {
+    throw std::invalid_argument(who + "need role Fused, enable_mixed_prefill_decode and decode_input_tokens 1");
+  }
+  if (event.tokens.empty()) throw std::invalid_argument(who + "must follow a token that was drawn");
+  const auto negative = std::ranges::find_if(event.forced_tokens, [](int32_t token) { return token < 0; });
+  if (negative != event.forced_tokens.end()) {
+    throw std::invalid_argument(who + "must be >= 0, got " + std::to_string(*negative));
+  }
+  const int64_t after = shadow.token_size + 1 + static_cast<int64_t>(event.forced_tokens.size());
+  if (after > max_single_request_tokens_) {
+    throw std::invalid_argument(who + "make it " + std::to_string(after) + " tokens long; the device cache holds " +
+                                std::to_string(max_single_request_tokens_) + " of one request");
+  }
+  if (row + 1 < shadow.rows_out.size()) {
+    throw std::runtime_error(who + "come too late: a later row of it is out, which was planned without them");
+  }
+}
+
 bool EventRules::Allows(const FinishEvent&, Shadow& shadow) const {
   if (shadow.state == RequestState::kFinished) return false;
   const bool may_end = HasCompletePrefill(shadow.state) || shadow.state == RequestState::kRetracted;
-  if (!may_end || IsPdPinned(role_, shadow.state)) throw InvalidTransition("FinishEvent", shadow.state);
+  if (!may_end || IsPdPinned(config_.role, shadow.state)) throw InvalidTransition("FinishEvent", shadow.state);
   shadow.state = RequestState::kFinished;
   return true;
 }
@@ -150,9 +174,10 @@ bool EventRules::Allows(const UpdateReserveNumTokensEvent& event, Shadow& shadow
   if (shadow.state == RequestState::kFinished) return false;
   if (shadow.state != RequestState::kDecoding) throw InvalidTransition("UpdateReserveNumTokensEvent", shadow.state);
   const int32_t tokens = event.reserve_num_tokens_in_next_schedule_event;
-  if (tokens < 0 || tokens > max_reserve_tokens_) {
+  const int32_t most = std::min(max_single_request_tokens_, config_.max_scheduled_tokens);
+  if (tokens < 0 || tokens > most) {
     throw std::invalid_argument("reserve_num_tokens_in_next_schedule_event of request '" + event.request_id +
-                                "' must be in [0, " + std::to_string(max_reserve_tokens_) + "], got " +
+                                "' must be in [0, " + std::to_string(most) + "], got " +
                                 std::to_string(tokens));
   }
   return true;

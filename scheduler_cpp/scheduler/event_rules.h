@@ -8,6 +8,7 @@
 #ifndef TOKENSPEED_SCHEDULER_EVENT_RULES_H_
 #define TOKENSPEED_SCHEDULER_EVENT_RULES_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <unordered_map>
@@ -27,10 +28,12 @@ class InvalidTransition : public std::runtime_error {
 
 class EventRules {
  public:
-  // `max_reserve_tokens`: the most tokens that one decode step may ask room for.
-  EventRules(const RequestBook& book, const LateResults& late_results, SchedulerConfig::Role role,
-             int32_t max_reserve_tokens)
-      : book_(book), late_results_(late_results), role_(role), max_reserve_tokens_(max_reserve_tokens) {}
+  EventRules(const RequestBook& book, const LateResults& late_results, const SchedulerConfig& config,
+             int32_t max_single_request_tokens)
+      : book_(book),
+        late_results_(late_results),
+        config_(config),
+        max_single_request_tokens_(max_single_request_tokens) {}
 
   // The request that the event changes, given the events judged before it; null when the event has no effect. Throws
   // InvalidTransition, std::runtime_error or std::invalid_argument for an event that must not be applied.
@@ -61,11 +64,13 @@ class EventRules {
 
   // Throws for draft candidates where nobody hands them on.
   void CheckCandidates(const ExtendResultEvent& event, const Shadow& shadow) const;
+  // Throws for forced tokens that no row could feed next. `row` is the one that the result is of.
+  void CheckForcedTokens(const ExtendResultEvent& event, const Shadow& shadow, std::size_t row) const;
 
   const RequestBook& book_;
   const LateResults& late_results_;
-  SchedulerConfig::Role role_;
-  int32_t max_reserve_tokens_;
+  const SchedulerConfig& config_;
+  int32_t max_single_request_tokens_;
   std::unordered_map<const Request*, Shadow> shadows_;
 };
 

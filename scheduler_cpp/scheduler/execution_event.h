@@ -17,6 +17,8 @@ struct ExtendResultEvent {
   std::vector<int32_t> tokens = {};
   std::vector<int32_t> spec_candidate_ids = {};
   int64_t round_number = 0;  // of the plan that had the row; 0 = the oldest row that fits
+  // Output behind `tokens` that is certain without being drawn. The next row feeds it all, the drawn token included.
+  std::vector<int32_t> forced_tokens = {};
 };
 
 struct FinishEvent {

@@ -107,8 +107,7 @@ bool Request::IsDeclaredOutputOut() const {
 }
 
 int32_t Request::NumComputedTokens() const {
-  // The last token of a decoding request is fed by its next step.
-  return state_ == RequestState::kDecoding ? TokenSize() - 1 : window_.end();
+  return state_ == RequestState::kDecoding ? NumFedTokens() : window_.end();
 }
 
 std::span<const PrefixHash> Request::PrefixHashes(int32_t prefix_granularity, int32_t num_pages) {
@@ -211,6 +210,13 @@ void Request::Land(std::span<const int32_t> tokens, int64_t round) {
   rows.erase(rows.begin() + static_cast<std::ptrdiff_t>(*row));
 }
 
+void Request::Force(std::span<const int32_t> tokens) {
+  const auto draws = [](const RowOut& row) { return row.most_tokens > 0; };
+  TOKENSPEED_CHECK(std::ranges::none_of(resources_->rows_out, draws), "a row was planned without the forced tokens");
+  tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+  unfed_tokens_ = 1 + static_cast<int32_t>(tokens.size());
+}
+
 void Request::LandBootstrapToken(std::span<const int32_t> tokens, int64_t round,
                                  std::vector<int32_t> draft_candidates) {
   TOKENSPEED_CHECK(state_ == RequestState::kPrefillAwaitingResult && !tokens.empty(), "nobody waits for this token");
@@ -226,6 +232,7 @@ void Request::Retract(bool made_way, bool has_recoverable_snapshot, int64_t retr
   resources_.reset();
   draft_candidates_.clear();
   prefill_size_ = TokenSize();
+  unfed_tokens_ = 0;
   if (made_way) ++retractions_;
   has_recoverable_snapshot_ = has_recoverable_snapshot;
   retraction_ = retraction;

@@ -3,13 +3,14 @@
 // Invariants:
 // - A request holds resources exactly in the states that HoldsCache names; they move or die whole.
 // - Tokens are only ever appended, so a prefix hash once computed stays valid for the request's whole life.
-// - Every token but the last is covered by the request's tables: TokenSize() - 1 <= covered_tokens.
+// - Every token that has been fed is covered by the request's tables: NumFedTokens() <= covered_tokens.
 //
 // Ownership: owns its resources. Thread safety: none.
 
 #ifndef TOKENSPEED_SCHEDULER_REQUEST_H_
 #define TOKENSPEED_SCHEDULER_REQUEST_H_
 
+#include <algorithm>
 #include <compare>
 #include <cstdint>
 #include <memory>
@@ -154,6 +155,10 @@ class Request {
   }
   // Role P: the first draft window, which landed with the bootstrap token.
   std::span<const int32_t> draft_candidates() const { return draft_candidates_; }
+  // Output that came with forced tokens and that no row has fed: the last tokens, which rows take from here. 0 where the
+  // next row feeds the token that was drawn last, which is on the device.
+  int32_t unfed_tokens() const { return unfed_tokens_; }
+  int32_t NumFedTokens() const { return TokenSize() - std::max(unfed_tokens_, 1); }
   // Leading tokens whose cache rows are written, or will be before any later reader runs.
   int32_t NumComputedTokens() const;
 
@@ -177,6 +182,10 @@ class Request {
   void StartDecode(int32_t next_reserve);
   // `round` as in RowOfResult; that row is out no more.
   void Land(std::span<const int32_t> tokens, int64_t round);
+  // Appends what is certain to follow the token that has just landed. No row may be out that draws.
+  void Force(std::span<const int32_t> tokens);
+  // The first `count` unfed tokens are in a row now.
+  void Feed(int32_t count) { unfed_tokens_ -= count; }
   // The landing for which PrefillAwaitingResult waits.
   void LandBootstrapToken(std::span<const int32_t> tokens, int64_t round, std::vector<int32_t> draft_candidates);
   void SetNextReserve(int32_t num_tokens) { next_reserve_ = num_tokens; }
@@ -224,6 +233,7 @@ class Request {
   std::unique_ptr<RequestResources> resources_;
   PrefillWindow window_;
   int32_t next_reserve_ = 0;
+  int32_t unfed_tokens_ = 0;
   std::vector<int32_t> draft_candidates_;
   bool yields_ = false;
   bool has_recoverable_snapshot_ = false;

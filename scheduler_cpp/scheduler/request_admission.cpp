@@ -278,28 +278,49 @@ AdmissionOutcome RequestAdmission::PrefillOnce(Request& request, int64_t budget,
   return request.IsWaiting() ? FirstChunk(request, budget, fresh, copies) : NextChunk(request, budget, fresh);
 }
 
-AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) {
+bool RequestAdmission::Grow(Request& request, int32_t num_tokens, FreshBlocks& fresh) {
   RequestResources& resources = request.resources();
-  const int32_t growth = request.next_reserve();
   const int32_t frontier = request.NumComputedTokens();
   const bool completes_page = frontier / config_.prefix_granularity > resources.progress.num_hashed_pages;
-  if (completes_page || !coordinator_.ConsumeInPlace(resources.tables(), growth, frontier)) {
+  if (completes_page || !coordinator_.ConsumeInPlace(resources.tables(), num_tokens, frontier)) {
     CacheProgress progress = resources.progress;
     const RequestProgress made{.completed_pages = CompletePages(request, frontier, progress),
                                .num_computed_tokens = frontier};
-    if (!coordinator_.Grow(resources.tables(), growth, made, progress.access_epoch, fresh)) {
-      return AdmissionOutcome::kNoCapacity;
-    }
+    if (!coordinator_.Grow(resources.tables(), num_tokens, made, progress.access_epoch, fresh)) return false;
     progress.DiscardHashed(config_.prefix_granularity);
     resources.progress = std::move(progress);
     resources.WriteTables(made.completed_pages);
   }
-  resources.covered_tokens += growth;
+  resources.covered_tokens += num_tokens;
+  return true;
+}
+
+void RequestAdmission::EnterDecode(Request& request) {
   if (request.state() == RequestState::kDecoding) {
     request.SetNextReserve(config_.decode_input_tokens);
   } else {
     book_.Move(request, [&](Request& moved) { moved.StartDecode(config_.decode_input_tokens); });
   }
+}
+
+AdmissionOutcome RequestAdmission::Decode(Request& request, FreshBlocks& fresh) {
+  if (!Grow(request, request.next_reserve(), fresh)) return AdmissionOutcome::kNoCapacity;
+  EnterDecode(request);
+  return AdmissionOutcome::kScheduled;
+}
+
+AdmissionOutcome RequestAdmission::Feed(Request& request, int64_t budget, FreshBlocks& fresh) {
+  const int32_t first = request.NumComputedTokens();
+  int64_t count = std::min<int64_t>(request.unfed_tokens(), budget);
+  if (chunk_rules_.has_state_group) {
+    // Beyond a boundary it would have to leave a snapshot there as well, for which output has no place.
+    count = std::min<int64_t>(count, config_.prefix_granularity - first % config_.prefix_granularity);
+  }
+  // What a caller has reserved beyond a decode step is covered already.
+  const int64_t growth = std::max<int64_t>(0, first + count - request.resources().covered_tokens);
+  if (!Grow(request, static_cast<int32_t>(growth), fresh)) return AdmissionOutcome::kNoCapacity;
+  EnterDecode(request);
+  request.Feed(static_cast<int32_t>(count));
   return AdmissionOutcome::kScheduled;
 }
 
@@ -311,7 +332,7 @@ void RequestAdmission::Watch(Request& request) {
 
 void RequestAdmission::PublishAtFinish(Request& request) {
   RequestResources& resources = request.resources();
-  const int32_t frontier = request.TokenSize() - 1;
+  const int32_t frontier = request.NumFedTokens();
   CacheProgress progress = resources.progress;
   auto completed = CompletePages(request, frontier, progress);
   if (completed.has_value()) {

@@ -76,6 +76,8 @@ class RequestAdmission {
   AdmissionOutcome RemotePrefill(Request& request, FreshBlocks& fresh);
   // The next decode step; on role P the hand-off to the peer, which takes no further block.
   AdmissionOutcome Decode(Request& request, FreshBlocks& fresh);
+  // In place of a decode step: the next of the request's unfed tokens, at most `budget` of them.
+  AdmissionOutcome Feed(Request& request, int64_t budget, FreshBlocks& fresh);
   // The first chunk of a waiting request that takes over the blocks of `parent`, a resident request whose rows for the
   // same prompt are all written by earlier rounds: only the prompt's end is computed again (request_fork.cpp). Nothing
   // is returned, and nothing changed, when the parent no longer holds all that this needs.
@@ -113,6 +115,9 @@ class RequestAdmission {
   std::optional<AdmissionResult> AdmitChunk(const PrefixProbe& probe, Request& request, std::span<BlockTable> tables,
                                             int32_t before, int32_t num_tokens, const PrefillReserve& reserve,
                                             const RequestProgress& made, std::optional<uint64_t> access_epoch);
+  // Makes room for output, publishes the pages that are complete and lets go of what nobody reads; or changes nothing.
+  bool Grow(Request& request, int32_t num_tokens, FreshBlocks& fresh);
+  void EnterDecode(Request& request);
   // Tokens that the first decode step takes, all of them reserved by the chunk that completes the prompt.
   int32_t FirstDecodeTokens() const;
   // Demands of a chunk of `num_tokens` behind `before` computed tokens.

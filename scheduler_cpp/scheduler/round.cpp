@@ -31,8 +31,19 @@ ForwardBatch::DecodeRow Round::DecodeRowOf(const Request& request, int32_t input
 
 void Round::PushPrefill(Request& request) {
   plan_.forward->AddPrefill(PrefillRowOf(request));
+  ++num_prompts_;
   const bool completes = request.state() != RequestState::kPrefilling;
   Account(request, request.window().size + request.window().replay, completes ? 1 : 0);
+}
+
+void Round::PushFeed(Request& request, int32_t num_fed) {
+  const int32_t length = request.TokenSize() - request.unfed_tokens() - num_fed;
+  plan_.forward->AddPrefill({.request_id = request.id(),
+                             .request_pool_index = request.resources().slot_index(),
+                             .prompt = request.tokens(),
+                             .start = num_fed,
+                             .length = length});
+  Account(request, length, request.unfed_tokens() == 0 ? 1 : 0);
 }
 
 void Round::PushDecode(Request& request, int32_t input_id) {

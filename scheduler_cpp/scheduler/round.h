@@ -40,8 +40,9 @@ class Round {
     return !IsFull() && budget_ >= kept_for_prefill + decode_cost_;
   }
   bool HasScheduled(const Request& request) const { return request.last_round == number_; }
-  bool HasPrefill() const { return batch().NumExtends() > 0; }
-  bool HasDecode() const { return NumRows() > batch().NumExtends(); }
+  // Of prompts; the output of a request may need a row of this kind too, and counts as a decode.
+  bool HasPrefill() const { return num_prompts_ > 0; }
+  bool HasDecode() const { return NumRows() > num_prompts_; }
   bool HasRemotePrefill() const { return plan_.remote_prefill != nullptr; }
   // No row and nothing for the peer.
   bool IsEmpty() const { return NumRows() == 0 && !HasRemotePrefill() && plan_.remote_decode == nullptr; }
@@ -64,6 +65,8 @@ class Round {
 
   // Adds the row of a request that has just been admitted.
   void PushPrefill(Request& request);
+  // The row of output that goes on from the first `num_fed` tokens, up to what has been fed now.
+  void PushFeed(Request& request, int32_t num_fed);
   // `input_id` as in ForwardBatch.
   void PushDecode(Request& request, int32_t input_id);
   void PushHandOff(Request& request, int32_t bootstrap_token);
@@ -85,6 +88,7 @@ class Round {
   int32_t decode_width_;
   int32_t decode_cost_;  // budget that a decode row takes
   int64_t budget_;
+  std::size_t num_prompts_ = 0;
   Request* blocker_ = nullptr;
   std::optional<int32_t> sealed_priority_;
   ExecutionPlan plan_;

@@ -122,8 +122,7 @@ void Scheduler::SetWeightVersion(std::string weight_version) {
 }
 
 void Scheduler::Advance(const ExecutionEvent& event) {
-  EventRules rules(book_, late_results_, config_.role,
-                   std::min(max_single_request_tokens_, config_.max_scheduled_tokens));
+  EventRules rules(book_, late_results_, config_, max_single_request_tokens_);
   std::vector<Request*> targets;
   targets.reserve(event.events.size());
   for (std::size_t index = 0; index < event.events.size(); ++index) {
@@ -163,6 +162,7 @@ void Scheduler::Apply(Request& request, const SchedulerEvent& event) {
         using Event = std::decay_t<decltype(typed)>;
         if constexpr (std::is_same_v<Event, ExtendResultEvent>) {
           Land(request, typed.tokens, typed.round_number, typed.spec_candidate_ids);
+          if (!typed.forced_tokens.empty()) request.Force(typed.forced_tokens);
         } else if constexpr (std::is_same_v<Event, UpdateReserveNumTokensEvent>) {
           request.SetNextReserve(typed.reserve_num_tokens_in_next_schedule_event);
         } else if constexpr (std::is_same_v<Event, RetractEvent>) {

@@ -179,7 +179,8 @@ class Scheduler {
   // Whether the peer is to compute this waiting request's prompt.
   bool IsRemote(const Request& request) const;
   AdmissionOutcome TryPrefill(Round& round, Request& request);
-  AdmissionOutcome TryDecode(Round& round, Request& request);
+  // A decode step, or, where output has to be fed, as much of it as leaves `kept_for_prefill` of the budget.
+  AdmissionOutcome TryDecode(Round& round, Request& request, int64_t kept_for_prefill);
   // Whether somebody owes an event that lets a resident request go on.
   bool AnythingOut() const;
   // Copies between the tiers, or between the workers.

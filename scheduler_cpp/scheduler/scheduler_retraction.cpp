@@ -105,7 +105,7 @@ bool Scheduler::Grant(Round& round, Request& grantee) {
   const bool joins_batch = !decodes && !IsRemote(grantee);
   const bool mixes = config_.role == SchedulerConfig::Role::kFused && config_.enable_mixed_prefill_decode;
   if (joins_batch && round.HasDecode() && !mixes) return true;
-  const AdmissionOutcome outcome = decodes ? TryDecode(round, grantee) : TryPrefill(round, grantee);
+  const AdmissionOutcome outcome = decodes ? TryDecode(round, grantee, 0) : TryPrefill(round, grantee);
   return outcome != AdmissionOutcome::kNoCapacity;
 }
 

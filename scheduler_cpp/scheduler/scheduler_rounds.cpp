@@ -86,7 +86,14 @@ AdmissionOutcome Scheduler::TryPrefill(Round& round, Request& request) {
   return outcome;
 }
 
-AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request) {
+AdmissionOutcome Scheduler::TryDecode(Round& round, Request& request, int64_t kept_for_prefill) {
+  if (request.unfed_tokens() > 0) {
+    const int32_t num_fed = request.NumFedTokens();
+    const AdmissionOutcome outcome = admission_.Feed(request, round.budget() - kept_for_prefill, round.fresh());
+    request.decode_blocked = outcome == AdmissionOutcome::kNoCapacity;
+    if (outcome == AdmissionOutcome::kScheduled) round.PushFeed(request, num_fed);
+    return outcome;
+  }
   // The token that a peer computed is on no device here. Any other may not have landed yet.
   const bool starts_from_host =
       config_.role == SchedulerConfig::Role::kDecode && request.state() == RequestState::kPrefillDone;
@@ -211,7 +218,7 @@ void Scheduler::ScheduleDecodes(Round& round, int64_t kept_for_prefill) {
     if (!HasCompletePrefill(request.state()) || round.HasScheduled(request)) continue;
     if (!config_.plan_past_max_new_tokens && request.IsDeclaredOutputOut()) continue;
     if (!round.FitsDecode(kept_for_prefill)) return;
-    if (TryDecode(round, request) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
+    if (TryDecode(round, request, kept_for_prefill) == AdmissionOutcome::kNoCapacity) round.RecordBlocker(request);
   }
 }
 

@@ -132,8 +132,11 @@ void CallSequence::Step() {
       return LandRound();
     case 12:
     case 13:
-    case 14:
       return LandOne(/*ends=*/Below(8) == 0);
+    case 14:
+    case 15:
+      if (TakesForcedTokens()) return LandForced();
+      return LandOne(/*ends=*/false);
     default:
       return Plan();
   }
@@ -258,6 +261,32 @@ void CallSequence::LandOne(bool ends) {
   }
   NoteLanding(id);
   FinishIfDone(id);
+}
+
+bool CallSequence::TakesForcedTokens() const {
+  return config_.enable_mixed_prefill_decode && config_.decode_input_tokens == 1;
+}
+
+void CallSequence::LandForced() {
+  if (out_.empty()) return;
+  const auto& [id, rows] = *std::next(out_.begin(), Below(static_cast<int32_t>(out_.size())));
+  const Out& out = rows.front();
+  if (IsLate(id, out) || out.row.tokens.empty()) return;
+  const int32_t room = scheduler_.MaxSingleRequestTokens() - live_.at(id).token_size - 1;
+  std::vector<int32_t> forced;
+  for (int32_t count = std::min(1 + Below(9), room); count > 0; --count) forced.push_back(Below(3));
+  if (forced.empty()) return;
+  const ExecutionEvent event{{ExtendResultEvent{
+      .request_id = id, .tokens = out.row.tokens, .round_number = out.round, .forced_tokens = forced}}};
+  if (rows.size() > 1) return Refused([&](Scheduler& scheduler) { scheduler.Advance(event); });
+  Both([&](Scheduler& scheduler) { scheduler.Advance(event); });
+  ++counts_.forced;
+  live_.at(id).token_size += static_cast<int32_t>(forced.size());
+  live_.at(id).was_forced = true;
+  device_.Force(id, forced);
+  const std::string landed = id;
+  NoteLanding(landed);
+  FinishIfDone(landed);
 }
 
 void CallSequence::LandRound() {
@@ -394,7 +423,9 @@ void CallSequence::CheckPlan(const ExecutionPlan& plan) const {
       continue;
     }
     const int32_t end = batch.extend_prefix_lens[row] + batch.input_lengths[row];
-    Require(end == batch.prefill_lengths[row] || row + 1 == extends, "only the last chunk is truncated");
+    const bool may_be_output = live_.at(batch.request_ids[row]).was_forced;
+    Require(end == batch.prefill_lengths[row] || row + 1 == extends || may_be_output,
+            "of the prompts only the last chunk is truncated");
     const int32_t hit = batch.extend_prefix_lens[row] + batch.extend_replay_lens[row];
     Require(batch.extend_replay_lens[row] == 0 || hit % config_.prefix_granularity == 0, "a replay ends at its hit");
   }

@@ -45,6 +45,7 @@ struct CallCounts {
   int finished = 0;
   int64_t blocks_loaded = 0;
   int clears_above_a_host = 0;
+  int forced = 0;
 };
 
 class CallSequence {
@@ -61,6 +62,7 @@ class CallSequence {
     int32_t incarnation = 0;
     int32_t token_size = 0;  // prompt and landed output
     int32_t stop_at = 0;     // token size at which it finishes
+    bool was_forced = false;
   };
   // A row whose result has not been delivered.
   struct Out {
@@ -79,6 +81,8 @@ class CallSequence {
   void Submit();
   void Plan();
   void LandOne(bool ends);
+  // Lands a row with tokens that follow without having been sampled, where one may bring some.
+  void LandForced();
   void LandRound();
   void EndOne();
   void RetractOne();
@@ -101,6 +105,7 @@ class CallSequence {
   void CheckSame(const ExecutionPlan& plan, const ExecutionPlan& other) const;
   std::vector<int64_t> Gauges(const Scheduler& scheduler) const;
 
+  bool TakesForcedTokens() const;
   bool IsLate(const std::string& id, const Out& out) const;
   // An id that is live, chosen by the bytes; empty when there is none.
   std::string AnyLive();

@@ -47,7 +47,7 @@ void CallSequence::WrongEvent() {
   if (id.empty()) return;
   const auto rows = out_.find(id);
   const std::vector<int32_t> many(1000, 1);
-  switch (Below(7)) {
+  switch (Below(8)) {
     case 0: {  // one result more than there are rows
       std::vector<SchedulerEvent> results;
       for (std::size_t row = rows == out_.end() ? 0 : rows->second.size(); row > 0; --row) {
@@ -67,6 +67,9 @@ void CallSequence::WrongEvent() {
       return RefusedEvents({UpdateReserveNumTokensEvent{id, -1 - Below(100)}});
     case 5:
       return RefusedEvents({UpdateReserveNumTokensEvent{id, std::numeric_limits<int32_t>::max()}});
+    case 6:  // forced tokens that follow nothing; a late row swallows these too
+      if (rows != out_.end() && IsLate(id, rows->second.front())) return;
+      return RefusedEvents({ExtendResultEvent{.request_id = id, .forced_tokens = {1}}});
     default:  // a token for a chunk that produces none
       if (rows == out_.end() || IsLate(id, rows->second.front()) || !rows->second.back().row.tokens.empty()) return;
       return RefusedEvents({ExtendResultEvent{.request_id = id, .tokens = {1}}});

@@ -28,6 +28,7 @@ TEST(CallSequence, RandomCallsMeetEverythingThatTheyAreThereToTest) {
     met.finished += calls.counts().finished;
     met.blocks_loaded += calls.counts().blocks_loaded;
     met.clears_above_a_host += calls.counts().clears_above_a_host;
+    met.forced += calls.counts().forced;
   }
   EXPECT_GT(met.plans_with_rows, 10000);
   EXPECT_GT(met.hits, 500);
@@ -38,6 +39,7 @@ TEST(CallSequence, RandomCallsMeetEverythingThatTheyAreThereToTest) {
   EXPECT_GT(met.finished, 1000);
   EXPECT_GT(met.blocks_loaded, 300);
   EXPECT_GT(met.clears_above_a_host, 50);
+  EXPECT_GT(met.forced, 100);
 }
 
 }  // namespace

@@ -45,6 +45,10 @@ class SimulatedDevice {
   void Submit(const std::string& id, std::vector<int32_t> tokens, uint64_t identity);
   // The executor forgets what it sampled beyond the first `num_tokens` tokens.
   void Forget(const std::string& id, std::size_t num_tokens) { requests_.at(id).tokens.resize(num_tokens); }
+  // What is certain to follow the tokens that it has sampled.
+  void Force(const std::string& id, const std::vector<int32_t>& tokens) {
+    requests_.at(id).tokens.insert(requests_.at(id).tokens.end(), tokens.begin(), tokens.end());
+  }
   void End(const std::string& id) { requests_.erase(id); }
 
   // Executes a plan; returns its rows in order. The plan's copies to and from the host are under way afterwards.

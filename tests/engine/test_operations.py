@@ -134,28 +134,40 @@ def test_activity_is_what_requests_hold_between_two_steps(engine: Engine) -> Non
 
 def request_state(name: str, prompt_tokens: int, output_tokens: int) -> RequestState:
     state = RequestState(name, [5] * prompt_tokens, GREEDY, RequestOptions(), 4, on_delta=lambda _: None)
-    state.samples.append(SimpleNamespace(token_ids=[7] * output_tokens))  # type: ignore[arg-type]
+    sample = SimpleNamespace(scheduler_id=name, token_ids=[7] * output_tokens, finished=False, scheduled_at=1.0)
+    state.samples.append(sample)  # type: ignore[arg-type]
     return state
 
 
 def test_activity_lists_the_oldest_of_each_phase() -> None:
     requests = [request_state(name, index + 1, index % 2) for index, name in enumerate("abcdefgh")]
     queued = {"a", "c", "d", "e", "h"}
-    scheduler = SimpleNamespace(lcm_block_uses=lambda: np.array([1, -1, 0]))
+    tables = {
+        "full": np.array([[0, 0], [3, -1], [0, 0], [0, -1], [5, 6]], np.int32),
+        "window": np.eye(5, 3, -2, np.int32),
+    }
+    scheduler = SimpleNamespace(lcm_block_uses=lambda: np.array([1, -1, 0]), block_table_views=lambda: tables)
+    owners = {slot: requests[index].samples[0] for slot, index in ((1, 1), (2, 5), (3, 4), (4, 6))}
 
     def listed(most: int) -> list[tuple[str, int]]:
-        activity = take_activity(scheduler, requests, queued, most)  # type: ignore[arg-type]
+        activity = take_activity(scheduler, requests, queued, owners, most)  # type: ignore[arg-type]
         return [(request.phase, request.prompt_tokens) for request in activity.requests]
 
     waiting = [("waiting", length) for length in (1, 3, 4, 5, 8)]
     assert listed(9) == [("decode", 2), ("decode", 6), ("prefill", 7), *waiting]
     assert listed(2) == [("decode", 2), ("decode", 6), ("waiting", 1), ("waiting", 3)]
     assert listed(0) == []
+    # Slot 1 is somebody else's by now, and the one in slot 4 has had to give up its blocks.
+    owners[1] = requests[0].samples[0]
+    tables["full"][4] = 0
+    tables["window"][4] = 0
+    assert listed(9)[:3] == [("retracted", 2), ("decode", 6), ("retracted", 7)]
 
 
 @pytest.mark.parametrize("ends_by", ["answer", "failure"])
 def test_a_question_that_nobody_waits_for_any_more_harms_nobody(ends_by: str) -> None:
-    loop = idle_loop(SimpleNamespace(lcm_block_uses=lambda: np.zeros(1, np.int32)))
+    scheduler = SimpleNamespace(lcm_block_uses=lambda: np.zeros(1, np.int32), block_table_views=dict)
+    loop = idle_loop(scheduler)
     gate = threading.Event()
 
     def hold() -> None:

@@ -232,7 +232,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_sample_and_nothing_else(
     monkeypatch.setattr(Matcher, "note_error", fail)
     samples = generate(engine, params, FREE[1])
     assert (samples[0].finish_reason, samples[0].stop_reason) == ("abort", "grammar: too complex")
-    assert len(samples[0].token_ids) == 2
+    assert len(samples[0].token_ids) == 4, "two were forced, and two were drawn after a mask each"
     assert samples[0].text == engine.tokenizer.decode(samples[0].token_ids)
     monkeypatch.undo()
     assert samples[1].token_ids == engine.generate(prompt(1), FREE[1])[0].samples[0].token_ids
@@ -262,3 +262,41 @@ def test_streams_are_constrained_and_refused_alike(engine: Engine) -> None:
     assert asyncio.run(first_text(engine, CONSTRAINTS[5])) in ("yes", "no", "maybe not")
     with pytest.raises(InvalidRequest, match="regex"):
         asyncio.run(first_text(engine, constrained(regex="(")))
+
+
+def test_jumping_over_forced_tokens_changes_nothing_but_the_number_of_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced = constrained(regex="abcdefgh[0-9]ij")
+    batch = [
+        CONSTRAINTS[0],
+        dataclasses.replace(CONSTRAINTS[2], repetition_penalty=1.5),
+        FREE[0],
+        dataclasses.replace(forced, stop=["de"]),
+        dataclasses.replace(forced, stop=["de"], include_stop_str_in_output=True),
+        dataclasses.replace(forced, stop_token_ids=[69]),
+        dataclasses.replace(forced, stop_token_ids=[69], min_tokens=9),
+        dataclasses.replace(forced, max_tokens=5),
+    ]
+    before = engine.stats()
+    jumping = generate(engine, *batch)
+    between = engine.stats()
+    monkeypatch.setattr(engine._loop, "_jumps", None)
+    assert jumping == generate(engine, *batch)
+    after = engine.stats()
+    assert [sample.text for sample in jumping[3:6]] == ["abc", "abcde", "ab"]
+    assert [sample.finish_reason for sample in jumping[5:]] == ["stop", "stop", "length"]
+    assert between.jump_forward_tokens - before.jump_forward_tokens > 70
+    assert after.jump_forward_tokens == between.jump_forward_tokens
+    assert between.generation_tokens - before.generation_tokens == after.generation_tokens - between.generation_tokens
+    assert between.steps - before.steps < 0.6 * (after.steps - between.steps)
+
+
+def test_a_sample_with_log_probabilities_has_them_of_every_token(engine: Engine) -> None:
+    params = constrained(regex="abcdefgh[0-9]ij")
+    before = engine.stats().jump_forward_tokens
+    sample = engine.generate(prompt(1), dataclasses.replace(params, logprobs=True))[0].samples[0]
+    assert engine.stats().jump_forward_tokens == before
+    assert sample.logprobs is not None
+    assert len(sample.logprobs) == len(sample.token_ids)
+    assert sample.token_ids == engine.generate(prompt(1), params)[0].samples[0].token_ids

@@ -194,6 +194,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif row.decodes:
             advance(reserve(request_id, row.count))(self.scheduler)
 
+    def forceable(self) -> list[str]:
+        """Requests whose next result may bring forced tokens."""
+        if self.width > 1 or not self.config.enable_mixed_prefill_decode:
+            return []
+        return [
+            name for name, model in self.live.items() if len(model.out) == 1 and model.landable and model.out[0].count
+        ]
+
+    @precondition(lambda self: self.forceable())
+    @rule(which=WHICH, count=st.integers(1, 9))
+    def land_forced(self, which: int, count: int) -> None:
+        """What a row drew, and output that is certain to follow."""
+        MET["forced"] += 1
+        request_id = chosen(which, self.forceable())
+        request = self.live[request_id]
+        row = request.out.popleft()
+        room = self.scheduler.max_single_request_tokens() - len(request.tokens)
+        event = result(request_id, request.tokens[request.landed :], row.round_number)
+        event.forced_tokens = [index % 2 for index in range(min(count, room))]
+        advance(event)(self.scheduler)
+        request.tokens += event.forced_tokens
+        request.landed = len(request.tokens)
+        if request.landed >= request.stop:
+            self.finish(request_id, None)
+
     def num_late(self, request_id: str) -> int:
         return sum(late_id == request_id for late_id, _, _ in self.late)
 

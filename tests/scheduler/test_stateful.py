@@ -64,6 +64,8 @@ def calls(machine: SchedulerMachine, dice: Random) -> list[Callable[[], None]]:
     if machine.live:
         found.append(lambda: machine.abort(dice.randint(0, 9)))
         found.append(lambda: machine.hostile(dice.randint(0, 9), dice.choice(["one too many", "round", "submission"])))
+    if machine.forceable():
+        found.append(lambda: machine.land_forced(dice.randint(0, 9), dice.randint(1, 9)))
     if machine.late:
         found.append(lambda: machine.late_result(named_round=True))
     if not isinstance(machine, TieredMachine):
@@ -104,9 +106,10 @@ def test_seeded_walks_meet_everything_that_the_machine_is_for() -> None:
     MET.clear()
     for seed in range(10):
         machine = SchedulerMachine()
-        machine.build(GROUP_SETS[seed % len(GROUP_SETS)], 10, budget=16, width=1, overlap=1, mixed=False, batch=4)
+        mixed = seed % 2 == 1
+        machine.build(GROUP_SETS[seed % len(GROUP_SETS)], 10, budget=16, width=1, overlap=1, mixed=mixed, batch=4)
         walk(machine, Random(seed))
-    assert [kind for kind in IN_ANY_RUN if not MET[kind]] == []
+    assert [kind for kind in (*IN_ANY_RUN, "forced") if not MET[kind]] == []
 
 
 def test_seeded_walks_meet_everything_that_the_machine_over_tiers_is_for() -> None:

@@ -95,6 +95,7 @@ class FakeStats:
     step_tokens: HistogramCounts = STEP_TOKENS
     overlapped_steps: int = 6
     late_steps: int = 2
+    jump_forward_tokens: int = 7
     overlap_efficiency: float = 0.75
 
 
@@ -155,7 +156,9 @@ class FakeEngine:
 
     config = EngineConfig(model="/models/fake", max_num_seqs=8)
     memory_report = REPORT
-    start_report = StartReport(loading=1.5, planning=0.5, compiling=20.0, programs=12, from_cache=3)
+    start_report = StartReport(
+        loading=1.5, planning=0.5, compiling=20.0, programs=12, from_cache=3, options={"dtype": "bfloat16"}
+    )
     model_name = "fake/model"
     max_model_len = 256
     cached_tokens = 3

@@ -4,9 +4,11 @@ import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,9 +16,10 @@ from starlette.testclient import TestClient
 from tokenspeed_jax.serve import bodies, connections
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
+from tokenspeed_jax.text.chat_template import ChatTemplate
 
 from .conftest import listening
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, byte_tokenizer
 
 PATH = "/v1/completions"
 BODY = {"model": "fake/model", "prompt": "abc"}
@@ -186,3 +189,29 @@ def test_prompts_are_in_the_log_only_when_asked_for_and_keys_never(
     if asked:
         assert "temperature=0.25" in logged
         assert "of two" not in logged
+
+
+def test_a_template_that_makes_much_of_a_short_body_leaves_the_event_loop(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "{% for a in range(turns) %}{% if loop.last %}{{ a }}{% endif %}{% endfor %}"
+    engine.tokenizer = byte_tokenizer(template=source)
+    finished: list[tuple[str, float]] = []
+    render = ChatTemplate.render
+
+    def watched(*args: Any, **kwargs: Any) -> str:
+        before = time.thread_time()
+        try:
+            return render(*args, **kwargs)
+        finally:
+            finished.append((threading.current_thread().name, time.thread_time() - before))
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    with TestClient(create_app(engine, ServerConfig(port=0))) as client:
+        for turns in (3, 60_000):
+            body = {"messages": CHAT["messages"], "chat_template_kwargs": {"turns": turns}}
+            reply = client.post("/tokenize", json=body).json()
+            assert engine.tokenizer.decode(reply["tokens"]) == str(turns - 1)
+    (loop, _), (same_loop, held), (worker, _) = finished
+    assert loop == same_loop != worker
+    assert held < 0.05, "it is stopped after three milliseconds"

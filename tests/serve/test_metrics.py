@@ -78,6 +78,7 @@ def test_the_engines_counters_are_shown(client: TestClient) -> None:
         "tokenspeed:compile_seconds_total": 20.5,
         "tokenspeed:overlapped_steps_total": 6,
         "tokenspeed:late_steps_total": 2,
+        "tokenspeed:jump_forward_tokens_total": 7,
         "tokenspeed:overlap_efficiency": 0.75,
         "tokenspeed:step_time_seconds_count": 3,
         "tokenspeed:step_time_seconds_sum": 1.5,

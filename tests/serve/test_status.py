@@ -40,6 +40,7 @@ def test_server_info_has_model_configuration_start_and_memory_by_group(engine: F
     assert (info["model"], info["served_model_name"], info["max_model_len"]) == ("fake/model", "mine", 256)
     assert info["engine_config"]["model"] == "/models/fake"
     assert info["engine_config"]["max_num_seqs"] == 8
+    assert (info["engine_config"]["dtype"], info["start"]["options"]["dtype"]) == ("auto", "bfloat16")
     assert info["server_config"]["max_body_bytes"] == 999
     assert not [name for name in info["server_config"] if "key" in name]
     assert info["memory"]["weights"] == 1000

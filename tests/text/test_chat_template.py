@@ -7,6 +7,7 @@ import pytest
 from tokenspeed_jax.errors import CheckpointError, InvalidRequest
 from tokenspeed_jax.text import template_sandbox
 from tokenspeed_jax.text.chat_template import ChatTemplate, template_source
+from tokenspeed_jax.text.template_sandbox import RenderingTooLong, brief_renderings
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -91,6 +92,17 @@ def test_steps_are_counted_for_each_rendering_alone(monkeypatch):
         assert template.render(HELLO * 3, add_generation_prompt=True) == "1/3 2/3 3/3 "
     with pytest.raises(InvalidRequest, match="more than 5 steps"):
         template.render(HELLO * 9, add_generation_prompt=True)
+
+
+def test_a_rendering_that_has_to_be_brief_is_cut_off_and_can_start_again():
+    template = ChatTemplate("{% for a in range(30000) %}{% if loop.last %}{{ a }}{% endif %}{% endfor %}", {})
+    start = time.thread_time()
+    with pytest.raises(RenderingTooLong), brief_renderings(0.002):
+        template.render(HELLO, add_generation_prompt=True)
+    assert time.thread_time() - start < 0.2
+    assert template.render(HELLO, add_generation_prompt=True) == "29999"
+    with brief_renderings(60.0):
+        assert template.render(HELLO, add_generation_prompt=True) == "29999"
 
 
 def test_ordinary_repetition_and_formatting_still_work():

@@ -19,11 +19,13 @@ from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
 from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.grammar_compiler import Grammars, grammars_of
+from tokenspeed_jax.engine.jump_forward import JumpForward
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
 from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.resolved_options import resolved_options
 from tokenspeed_jax.engine.scorer import Scorer
 from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.split_model import SplitModel
@@ -108,7 +110,18 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     if config.warmup:
         layouts = [builder.layout(bucket) for bucket in buckets.all()]
         from_cache = programs.warm_up(layouts, progress=not config.disable_progress_bars)
-    start = StartReport(loading, planning, laps.lap(), programs.compilations, from_cache)
+    compiling = laps.lap()
+    kernels = _choose_kernels(config, source, setup)
+    options = resolved_options(
+        config,
+        source,
+        limits,
+        setup,
+        kernel_page_sizes=kernels.page_sizes,
+        mosaic_refusals=kernels.refusals,
+        serves_grammars=grammars.are_served,
+    )
+    start = StartReport(loading, planning, compiling, programs.compilations, from_cache, options)
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
         _LOG.info("%s", line)
@@ -133,6 +146,9 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         eos_token_ids=source.eos_token_ids,
         kv_events=events,
         masks=_mask_builder(source, limits) if grammars.are_served else None,
+        jumps=None
+        if config.disable_jump_forward or not grammars.are_served
+        else JumpForward(scheduler, programs, stats, source.eos_token_ids),
     )
     scorer = Scorer(model, precision=step_model.precision)
     return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)

@@ -166,6 +166,10 @@ class EngineConfig:
             spellings={"guidance": "llguidance"},
         ),
     )
+    disable_jump_forward: bool = field(
+        default=False,
+        metadata=about("draw every token of structured outputs in a step of its own, also those that a grammar forces"),
+    )
     compilation_cache_dir: str | None = field(
         default=None,
         metadata=about(
@@ -215,6 +219,13 @@ class EngineConfig:
             value = getattr(self, item.name)
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{item.name} must be true or false, got {value!r}", field=item.name)
+        self._check_jump_forward()
+
+    def _check_jump_forward(self) -> None:
+        if self.disable_jump_forward and self.grammar_backend == "none":
+            raise ConfigError(
+                "disable_jump_forward has no effect with grammar_backend none", field="disable_jump_forward"
+            )
 
     def _check_kv_events(self) -> None:
         events = self.kv_events_config

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import llguidance
 
 _MAX_MESSAGE = 600
+_LEAST_FORCED = 2
+"""Of a single forced token there is nothing to gain: the step that would draw it runs anyway."""
 
 
 def shortened(message: str) -> str:
@@ -85,6 +87,22 @@ class Matcher:
             return False
         self.is_complete = token in self._eos_token_ids and self.inner.is_stopped()
         return True
+
+    def take_forced(self) -> list[int]:
+        """Takes the tokens that must follow, where they are two or more; otherwise nothing, and returns nothing.
+
+        They are how the tokenizer would spell the forced text, as far as what follows cannot change that. Empty, with
+        `error` set, when the grammar cannot go on.
+        """
+        if self.error is not None or self.front is not None or self.is_complete:
+            return []
+        tokens = self.inner.compute_ff_tokens()
+        if len(tokens) < _LEAST_FORCED:
+            return []
+        if not self.inner.consume_tokens(tokens):
+            self.note_error()
+            return []
+        return tokens
 
     def note_error(self) -> None:
         """Takes llguidance's error over, if it has one."""

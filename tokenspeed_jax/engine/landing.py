@@ -21,7 +21,7 @@ class RowResults:
     """What the scheduler has to know of a landed step.
 
     Attributes:
-        slots: request-pool slots of the rows whose samples still ran.
+        slots: request-pool slots of the rows whose samples still ran, but for those of which the scheduler knows.
         token_counts: tokens of each of these rows, 1 or 0.
         tokens: their tokens, one after the other.
         finished: slots whose samples ended with this step.
@@ -50,6 +50,13 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
     tokens = outputs.tokens.tolist()
     for index, (sample, slot, draws) in enumerate(zip(batch.samples, batch.slots, batch.draws, strict=True)):
         if sample.finished:
+            continue
+        if sample.jump is not None:
+            jump, sample.jump = sample.jump, None
+            update = jump.update
+            sample.finished = update.finish_reason is not None
+            ends = (update.finish_reason, update.stop_reason)
+            deltas.append((sample, sample.delta(jump.token_ids, update.text_delta, *ends)))
             continue
         results.slots.append(slot)
         results.token_counts.append(int(draws))

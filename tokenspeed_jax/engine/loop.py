@@ -23,6 +23,7 @@ from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.device_memory import out_of_memory
+from tokenspeed_jax.engine.jump_forward import JumpForward
 from tokenspeed_jax.engine.landing import land
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -91,6 +92,7 @@ class StepLoop:
         eos_token_ids: Collection[int],
         kv_events: KVEventFeed | None = None,
         masks: MaskBuilder | None = None,
+        jumps: JumpForward | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._programs = programs
@@ -100,6 +102,7 @@ class StepLoop:
         self._eos_token_ids = eos_token_ids
         self._kv_events = kv_events
         self._masks = masks
+        self._jumps = jumps
         self._inbox: deque[_Submission | Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -161,7 +164,9 @@ class StepLoop:
     def activity(self, max_requests: int) -> Future[Activity]:
         """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
         return self._request(
-            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+            lambda: take_activity(
+                self._scheduler, self._requests.values(), self._queued, self._slot_owner, max_requests
+            )
         )
 
     def flush_cache(self) -> bool:
@@ -283,18 +288,22 @@ class StepLoop:
         self._observe_overlap()
         dispatched_at = time.perf_counter()
         scores = self._programs.scorer.dispatch(built, outputs.hidden)
-        packed = self._redrawn(built, outputs) if built.constrained else outputs.packed
+        packed = self._redrawn(round_number, built, outputs) if built.constrained else outputs.packed
         self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at))
 
-    def _redrawn(self, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
+    def _redrawn(self, round_number: int, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
         """Dispatches the draws of a step's constrained rows, once the tokens before them are known."""
         if self._masks is None or outputs.logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
         # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
         while self._in_flight:
             self._land(self._in_flight.popleft())
-        redraw = Redraw.of(built, self._masks.vocab_size)
-        self._masks.fill(redraw.masks, built.constrained, built.samples)
+        rows = built.constrained if self._jumps is None else self._jumps.take(built, round_number)
+        if not rows:
+            outputs.packed.copy_to_host_async()
+            return outputs.packed
+        redraw = Redraw.of(built, rows, self._masks.vocab_size)
+        self._masks.fill(redraw.masks, rows, built.samples)
         return self._programs.redraw(redraw, outputs.packed, outputs.logits)
 
     def _observe_overlap(self) -> None:
@@ -376,8 +385,7 @@ class StepLoop:
             if sample.scheduler_id in self._samples:
                 sample.finished = True
                 # After a failure the decoder may be what failed, and asking it again must not cost others their end.
-                text = sample.stop.flush() if reason == "abort" else ""
-                self._deliver(sample, sample.delta([], text, reason))
+                self._deliver(sample, sample.last_delta() if reason == "abort" else sample.delta([], "", reason))
 
     def _count_empty_round(self) -> None:
         """Retraction may take a few rounds that run nothing; anything longer is a bug that must not spin forever."""

@@ -63,22 +63,22 @@ class Redraw:
     """The buffer of one redraw.
 
     Attributes:
-        masks: int32[rows, words], a view of the buffer; to be filled for `BuiltBatch.constrained` rows.
+        masks: int32[rows, words], a view of the buffer; to be filled for the rows that draw.
     """
 
     layout: RedrawLayout
     buffer: np.ndarray
 
     @classmethod
-    def of(cls, built: BuiltBatch, vocab_size: int) -> "Redraw":
-        """A fresh buffer for the constrained rows of a batch; no id is allowed yet."""
+    def of(cls, built: BuiltBatch, rows: list[int], vocab_size: int) -> "Redraw":
+        """A fresh buffer that draws for some rows of a batch; no id is allowed yet."""
         layout = RedrawLayout(built.layout.bucket.rows, vocab_size)
         buffer = np.zeros(layout.size, np.int32)
         view = built.layout.views(built.buffer)
         ints = layout.field(buffer, "ints")
         ints[:] = view["ints"]
         ints[SAMPLES] = 0
-        ints[SAMPLES, built.constrained] = 1
+        ints[SAMPLES, rows] = 1
         # Whether an id may be drawn is the mask's affair: it knows when a grammar has no other way to go on.
         ints[MIN_TOKENS] = 0
         layout.field(buffer, "floats")[:] = view["floats"]

@@ -13,7 +13,7 @@ from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs, PromptScores
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampler import seed_words
 from tokenspeed_jax.engine.sampling_params import SamplingParams
-from tokenspeed_jax.engine.stop import StopChecker
+from tokenspeed_jax.engine.stop import StopChecker, StopUpdate
 from tokenspeed_jax.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -26,6 +26,19 @@ FLOAT_CONSTANTS = ("temperature", "top_p", "min_p", "presence", "frequency", "re
 _CONSTANTS = struct.Struct(f"=iIIii{len(FLOAT_CONSTANTS)}f")
 
 
+@dataclass(frozen=True)
+class Jump:
+    """Output that a grammar forced at one place.
+
+    Attributes:
+        token_ids: at least one.
+        update: what all of them brought together.
+    """
+
+    token_ids: list[int]
+    update: StopUpdate
+
+
 @dataclass(eq=False)
 class SampleState:
     """One continuation of a request; the scheduler knows it as a request of its own.
@@ -36,7 +49,8 @@ class SampleState:
         matcher: where the sample is in the grammar that constrains it; None without one.
         constants: what each of its steps uploads for sampling, packed once, since the step loop does it for hundreds
             of rows at a time: `INT_CONSTANTS` as 32-bit integers, then `FLOAT_CONSTANTS` as float32.
-        token_ids: landed tokens.
+        token_ids: landed tokens, those of `jump` included.
+        jump: what the sample's row in flight brings without drawing it; the scheduler knows, the client does not yet.
         num_dispatched: tokens that dispatched steps will have sampled once they land; runs ahead of `token_ids`
             by the steps in flight.
         finished: nothing more is delivered; rows still in flight are wasted.
@@ -52,6 +66,7 @@ class SampleState:
     matcher: "Matcher | None" = None
     token_ids: list[int] = field(default_factory=list)
     num_dispatched: int = 0
+    jump: Jump | None = None
     finished: bool = False
     has_told_prompt: bool = False
     scheduled_at: float | None = None
@@ -115,6 +130,11 @@ class SampleState:
             scheduled_at=self.scheduled_at,
             prompt_logprobs=self._untold_prompt_logprobs(),
         )
+
+    def last_delta(self) -> RequestDelta:
+        """The delta of an abort: what was certain, but not delivered yet."""
+        tokens, text = ([], "") if self.jump is None else (self.jump.token_ids, self.jump.update.text_delta)
+        return self.delta(tokens, text + self.stop.flush(), "abort")
 
     def _untold_prompt_logprobs(self) -> PromptLogprobs | None:
         scores = self.request.prompt_scores

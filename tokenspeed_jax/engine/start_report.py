@@ -1,13 +1,14 @@
-"""Where the time of a start went."""
+"""What came of a start: where its time went, and which options it settled."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """Seconds of one engine's start, on the wall.
+    """One engine's start; times in seconds on the wall.
 
     Attributes:
         loading: until the weights were read and on their way to the device.
@@ -16,6 +17,7 @@ class StartReport:
         compiling: tracing every step and compiling it, or taking it from the compilation cache; 0 without warm-up.
         programs: how many programs were made ready by that.
         from_cache: how many of them JAX took from its compilation cache.
+        options: the values in force of options whose default depends on something, by field of `EngineConfig`.
     """
 
     loading: float
@@ -23,6 +25,7 @@ class StartReport:
     compiling: float
     programs: int
     from_cache: int
+    options: Mapping[str, Any]
 
     def lines(self) -> Iterator[str]:
         """The report as text."""

@@ -43,6 +43,7 @@ class EngineStats:
         late_steps: steps that were dispatched when the device had run dry, although there was work. What is neither
             of the two was the first step after a time without requests.
         kv_events_dropped: cached pages of which routers were never told, because the publisher was too far behind.
+        jump_forward_tokens: generated tokens that a grammar forced and that no step drew.
     """
 
     running: int = 0
@@ -69,6 +70,7 @@ class EngineStats:
     step_tokens: HistogramCounts = _NOTHING
     overlapped_steps: int = 0
     late_steps: int = 0
+    jump_forward_tokens: int = 0
 
     @property
     def overlap_efficiency(self) -> float:
@@ -124,6 +126,11 @@ class StatsCollector:
         with self._lock:
             self._counts["overlapped" if overlapped else "late"] += 1
 
+    def observe_jump(self, num_tokens: int) -> None:
+        """So many tokens were taken over without being drawn."""
+        with self._lock:
+            self._counts["jump"] += num_tokens
+
     def observe_step(self, seconds: float, num_tokens: int) -> None:
         """A step landed that took so long and computed so many tokens."""
         self._step_seconds.observe(seconds)
@@ -178,4 +185,5 @@ class StatsCollector:
                 overlapped_steps=self._counts["overlapped"],
                 late_steps=self._counts["late"],
                 kv_events_dropped=self._kv_events_dropped,
+                jump_forward_tokens=self._counts["jump"],
             )

@@ -55,6 +55,7 @@ from tokenspeed_jax.serve.status import StatusRoutes
 from tokenspeed_jax.serve.status_page.routes import StatusPage
 from tokenspeed_jax.serve.streaming import ClientGone, EventStream, StreamedReply, while_connected
 from tokenspeed_jax.serve.tracing import RequestTracer
+from tokenspeed_jax.text.template_sandbox import RenderingTooLong, brief_renderings
 
 MAX_CHOICES = 2048
 """Most continuations (prompts x n) of one HTTP request."""
@@ -65,6 +66,8 @@ type AnyReply = CompletionReply | ChatReply | GenerateReply | ResponsesReply | M
 _JSON = "application/json"
 _SHORT_BODY = 2048
 """Bytes that are made into a prompt within about a millisecond."""
+_BRIEF_SECONDS = 0.003
+"""Longest that the rendering of a short body may hold up the event loop."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -228,9 +231,13 @@ class ModelServer:
 
     async def _off_the_loop[T](self, request: Request, work: Callable[[bytes], T]) -> T:
         """Reads the body, then parses, renders and tokenises on a worker thread: long prompts must not hold up
-        the streams of others. Short ones take less time than the way to another thread and back."""
+        the streams of others. Short ones take less time than the way to another thread and back, unless the template
+        makes much of little; then it starts again over there."""
         body = await read_body(request, self._config.max_body_bytes)
-        return work(body) if len(body) <= _SHORT_BODY else await run_in_threadpool(work, body)
+        if len(body) <= _SHORT_BODY:
+            with contextlib.suppress(RenderingTooLong), brief_renderings(_BRIEF_SECONDS):
+                return work(body)
+        return await run_in_threadpool(work, body)
 
     async def _generate(
         self,

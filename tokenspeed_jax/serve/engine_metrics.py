@@ -41,6 +41,9 @@ _COUNTERS = {
     "late_steps": Definition(
         "tokenspeed:late_steps", "steps that reached a device that had run dry, although there was work"
     ),
+    "jump_forward_tokens": Definition(
+        "tokenspeed:jump_forward_tokens", "generated tokens that a grammar forced and that no step drew"
+    ),
     "kv_events_dropped": Definition(
         "tokenspeed:kv_events_dropped", "cached pages of which routers were never told, since they read too slowly"
     ),

@@ -5,9 +5,13 @@ it does not keep it from looping for days over a loop in a loop, or from making 
 a loop and every call is a step, and there is a bound on the steps of one rendering.
 """
 
+import contextlib
+import math
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jinja2
@@ -26,6 +30,22 @@ _WIDTH = re.compile(r"[0-9]{7,}|\*")
 """In a text that formats others: a width of millions, or one that is an argument."""
 
 _COUNTED = "counted_loop"
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+"""When a rendering here has to be over, in seconds that its thread has worked; waiting for the processor is no work."""
+
+
+class RenderingTooLong(BaseException):
+    """A rendering outlasted `brief_renderings`. No `Exception`: nobody is to take it for what the template raised."""
+
+
+@contextlib.contextmanager
+def brief_renderings(seconds: float) -> Iterator[None]:
+    """Renderings inside the context raise `RenderingTooLong` once their thread has worked so long in it."""
+    token = _deadline.set(time.thread_time() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -48,6 +68,9 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._local.steps = getattr(self._local, "steps", 0) + 1
         if self._local.steps > MOST_STEPS:
             raise jinja2.TemplateError(f"it takes more than {MOST_STEPS} steps")
+        deadline = _deadline.get()
+        if deadline < math.inf and time.thread_time() > deadline:
+            raise RenderingTooLong
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         return _CountLoops().visit(super()._parse(source, name, filename))

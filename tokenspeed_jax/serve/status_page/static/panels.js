@@ -66,7 +66,7 @@ export function showMemory({ memory }) {
 }
 
 export function showConfiguration(info) {
-  const engine = info.engine_config;
+  const engine = { ...info.engine_config, ...info.start.options };
   byId("version").textContent = info.version;
   const name = info.served_model_name;
   byId("model").textContent = name.startsWith("/") ? name.split("/").at(-1) : name; // the end of a path tells it
@@ -83,7 +83,7 @@ export function showConfiguration(info) {
     ["Attention", engine.attention_implementation],
     ["Start", `${seconds(info.start.loading)} loading, ${seconds(info.start.compiling)} compiling`],
   ]);
-  const options = { ...engine, ...info.server_config };
+  const options = { ...engine, ...info.server_config, served_model_name: info.served_model_name };
   terms(byId("all-options"), Object.keys(options).sort().map((name) => [name, text(options[name])]));
 }
 
