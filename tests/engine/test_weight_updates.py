@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -95,7 +96,7 @@ def test_arrays_of_the_right_kind_are_used_as_they_are(engine: Engine, first_sta
 def test_a_checkpoints_names_are_fused_into_the_memory_of_what_they_replace(
     engine: Engine, first_state: nnx.State
 ) -> None:
-    expected = drawn(one(engine))
+    expected, conversions = drawn(one(engine)), engine._assembly.programs.store._conversions
     tensors: Any = engine.export_weights("hf")
     names = {name for rule in engine._assembly.programs.store.layout.rules.values() for name in rule.tensors}
     assert set(tensors) == names
@@ -103,6 +104,9 @@ def test_a_checkpoints_names_are_fused_into_the_memory_of_what_they_replace(
     update = engine.update_weights(tensors, version=version + 1)
     fused = [path for path, _ in nnx.to_flat_state(first_state) if path[-2] in ("proj", "gate_up")]
     assert update.arrays_converted == len(fused) == 8
+    for program in conversions._programs.values():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes == memory.output_size_in_bytes > memory.temp_size_in_bytes
     assert drawn(one(engine)) == expected
     arrays = engine._assembly.programs.weights
     numpy = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
@@ -211,10 +215,11 @@ def test_unknown_modes_and_namings_are_refused(engine: Engine, first_state: nnx.
 
 
 class Watched:
-    """A request that another thread follows."""
+    """A request that another thread follows; slow until it is waited for, so that there is time to act meanwhile."""
 
     def __init__(self, engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> None:
         self.deltas: list[RequestDelta] = []
+        self.pace = 0.01
         self.started, self.ended = threading.Event(), threading.Event()
         self.request_id = engine.submit(prompt, params, on_delta=self._note)
 
@@ -222,11 +227,13 @@ class Watched:
         self.deltas.append(delta)
         if len(self.deltas) >= 3:
             self.started.set()
+        time.sleep(self.pace)
         if delta.finish_reason is not None:
             self.ended.set()
 
     def wait(self) -> list[int]:
         """The version of each token, once all have come."""
+        self.pace = 0.0
         assert self.ended.wait(60)
         return [delta.weight_version for delta in self.deltas for _ in delta.token_ids]
 
@@ -261,8 +268,8 @@ def test_what_runs_ends_before_the_weights_change(engine: Engine, first_state: n
     assert running.started.wait(60)
     with ThreadPoolExecutor() as pool:
         update = pool.submit(engine.update_weights, changed(first_state, 4), version=old + 1, mode=mode)
+        versions = running.wait()
         update.result(60)
-    versions = running.wait()
     assert set(versions) == {old}
     assert running.deltas[-1].finish_reason == ("length" if mode == "drain" else "abort")
     assert (len(versions) == 150) == (mode == "drain")
@@ -280,6 +287,7 @@ def test_what_is_submitted_while_an_update_waits_gets_the_new_weights(engine: En
         given_up, held = Watched(engine, GREEDY), Watched(engine, GREEDY)
         engine.abort(given_up.request_id)
         assert given_up.wait() == []
+        running.pace = 0.0
         assert held.wait() == [old + 1] * 6
         update.result(60)
     assert set(running.wait()) == {old}
