@@ -102,9 +102,9 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(source.read(name), np.float32) for name in source.names()}
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next", "kimi_linear", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next", "gemma3"])
 def test_names_of_a_checkpoint_lead_there_and_back(family: str) -> None:
-    """Fused, stacked, reordered, cut and reshaped parameters; a tied head."""
+    """Fused, stacked, reordered and cut parameters; a tied head."""
     model, tensors = loaded(family), tensors_of(family)
     layout, leaves = ParameterLayout.of(model), jax.tree.leaves(nnx.state(model))
     exported = checkpoint_tensors(layout, leaves)

@@ -101,7 +101,6 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     store = WeightStore.of(source.build(), is_shared=source.shares_weights)
     loading = laps.lap()
     limits, setup = planner.plan(store)
-
     step_model = _step_model(config, source, store, setup, limits, returns_logits=grammars.are_served)
     arena = step_model.arena
     state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
