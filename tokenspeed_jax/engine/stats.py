@@ -34,7 +34,7 @@ class EngineStats:
         finished: samples ended, by finish reason.
         compilations_after_warmup: programs compiled since the engine was ready; 0 when every shape was warm.
         compile_seconds: time spent compiling, at start (on the wall) and since.
-        arena_bytes: bytes of the cache arena.
+        arena_bytes: bytes of the cache arena, now; 0 while the engine sleeps.
         step_seconds_total: time that steps took, summed over `steps`: from a step's dispatch, or from the landing of
             the step before it if that came later, to its own landing.
         step_seconds, step_tokens: how that time, and the tokens that a step computed, were spread over steps.
@@ -44,6 +44,7 @@ class EngineStats:
             of the two was the first step after a time without requests.
         kv_events_dropped: cached pages of which routers were never told, because the publisher was too far behind.
         jump_forward_tokens: generated tokens that a grammar forced and that no step drew.
+        weight_version: of the weights that the next step runs with, now.
     """
 
     running: int = 0
@@ -71,6 +72,7 @@ class EngineStats:
     overlapped_steps: int = 0
     late_steps: int = 0
     jump_forward_tokens: int = 0
+    weight_version: int = 0
 
     @property
     def overlap_efficiency(self) -> float:
@@ -155,7 +157,9 @@ class StatsCollector:
         with self._lock:
             self._kv_events_dropped = dropped
 
-    def snapshot(self, *, arena_bytes: int, compilations_after_warmup: int, compile_seconds: float) -> EngineStats:
+    def snapshot(
+        self, *, arena_bytes: int, compilations_after_warmup: int, compile_seconds: float, weight_version: int = 0
+    ) -> EngineStats:
         """The current figures."""
         step_seconds, step_tokens = self._step_seconds.snapshot(), self._step_tokens.snapshot()
         with self._lock:
@@ -186,4 +190,5 @@ class StatsCollector:
                 late_steps=self._counts["late"],
                 kv_events_dropped=self._kv_events_dropped,
                 jump_forward_tokens=self._counts["jump"],
+                weight_version=weight_version,
             )

@@ -107,6 +107,16 @@ def engine_unavailable() -> ApiError:
     )
 
 
+def engine_not_serving(reason: str) -> ApiError:
+    """503: the engine is well, but sleeps or waits for weights."""
+    return ApiError(reason, status=503, kind="service_unavailable_error", code="engine_not_serving")
+
+
+def engine_asleep() -> ApiError:
+    """503: the engine has no cache until somebody wakes it."""
+    return engine_not_serving("the engine is asleep and takes no requests until it is woken")
+
+
 def server_draining() -> ApiError:
     """503: the server was told to stop and only finishes what runs."""
     return ApiError(

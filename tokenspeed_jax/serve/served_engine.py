@@ -99,6 +99,8 @@ class ServedStats(Protocol):
     @property
     def jump_forward_tokens(self) -> int: ...
     @property
+    def weight_version(self) -> int: ...
+    @property
     def overlap_efficiency(self) -> float: ...
 
 
@@ -127,6 +129,9 @@ class ServedEngine(Protocol):
     def is_healthy(self) -> bool: ...
 
     @property
+    def is_sleeping(self) -> bool: ...
+
+    @property
     def num_queued_requests(self) -> int: ...
 
     def submit(
@@ -139,7 +144,7 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
-        """Queues one prompt; raises `InvalidRequest` or `EngineClosed` and then has changed nothing."""
+        """Queues one prompt; raises `InvalidRequest`, `EngineStateError` or `EngineClosed` and has changed nothing."""
         ...
 
     def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:

@@ -288,6 +288,7 @@ class GenerateReply(ChunkedReply):
             "prompt_tokens": len(choice.prompt_token_ids),
             "completion_tokens": choice.num_tokens,
             "cached_tokens": choice.cached_tokens,
+            "weight_version": choice.weight_version,
         }
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._start

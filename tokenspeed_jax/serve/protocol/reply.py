@@ -30,6 +30,7 @@ class Choice:
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weight_version: int = 0
 
     @property
     def text(self) -> str:
@@ -42,6 +43,7 @@ class Choice:
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.weight_version = delta.weight_version
         if self.keeps_output:
             self.token_ids += delta.token_ids
             self.text_parts.append(delta.text)
