@@ -26,8 +26,8 @@ from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
 from tokenspeed_jax.engine.programs import StepPrograms
-from tokenspeed_jax.engine.resolved_options import resolved_options
 from tokenspeed_jax.engine.request_intake import RequestIntake
+from tokenspeed_jax.engine.resolved_options import resolved_options
 from tokenspeed_jax.engine.scorer import Scorer
 from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.start_report import Laps, StartReport
