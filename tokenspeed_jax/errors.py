@@ -41,3 +41,18 @@ class ProfilerError(RuntimeError):
 
 class EngineClosed(RuntimeError):
     """The engine was closed, or its step loop died; the cause is chained."""
+
+
+class WeightUpdateError(InvalidRequest):
+    """Weights that the engine refuses, or cannot name as asked; it goes on with those that it has.
+
+    Attributes:
+        parameter: the first parameter at fault, as the caller spelled it, or the argument.
+    """
+
+
+class EngineStateError(RuntimeError):
+    """A call that the engine cannot serve as it is now: asleep, paused with requests, or without weights.
+
+    The message says which call has to come first; nothing was changed.
+    """

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenspeed_jax.errors import InvalidRequest
+from tokenspeed_jax.errors import EngineStateError, InvalidRequest
 
 ANTHROPIC_PATH = "/v1/messages"
 """Under it, errors have Anthropic's form: `{"type": "error", "error": {"type", "message"}}`."""
@@ -105,6 +105,11 @@ def engine_unavailable() -> ApiError:
         kind="service_unavailable_error",
         code="engine_unavailable",
     )
+
+
+def engine_not_ready(error: EngineStateError) -> ApiError:
+    """503: the engine runs, but was put into a state in which it does not generate."""
+    return ApiError(str(error), status=503, kind="service_unavailable_error", code="engine_not_ready")
 
 
 def server_draining() -> ApiError:

@@ -15,12 +15,13 @@ from types import MappingProxyType
 
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
-from tokenspeed_jax.errors import EngineClosed, InvalidRequest
+from tokenspeed_jax.errors import EngineClosed, EngineStateError, InvalidRequest
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.errors import (
     ApiError,
     constraint_failed,
     engine_failed,
+    engine_not_ready,
     engine_unavailable,
     refusal,
     request_aborted,
@@ -151,6 +152,9 @@ class DeltaBridge:
         except EngineClosed:
             generation.close()
             raise engine_unavailable() from None
+        except EngineStateError as error:
+            generation.close()
+            raise engine_not_ready(error) from None
         except BaseException:
             generation.close()
             raise
