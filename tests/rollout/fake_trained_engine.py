@@ -35,16 +35,21 @@ class FakeWake:
 class FakeTrainedEngine(FakeEngine):
     """Attributes:
     calls: what was asked of it that it did, in order.
+    delivered: deltas that their receiver has.
     refusal: an error that the next update raises, once it got its weights.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self.delivered = 0
         super().__init__(*args, **options)
         self.calls: list[tuple] = []
         self.refusal: Exception | None = None
-        self.weight_version = 0
         self.is_paused = False
         self.is_sleeping = False
+
+    def _deliver(self, *args: Any) -> None:
+        super()._deliver(*args)
+        self.delivered += 1
 
     def submit(self, prompt_token_ids, params, **options):
         if self.is_sleeping:

@@ -221,3 +221,19 @@ def test_the_plain_server_has_none_of_them(engine) -> None:
     with TestClient(create_app(engine, ServerConfig(admin_api_key=KEY)), headers=HEADERS) as client:
         assert client.post("/update_weights", json={}).status_code == 404
         assert client.get("/weight_version").json()["error"]["code"] == "not_found"
+
+
+def test_tokens_say_with_which_weights_they_were_drawn(admin, engine) -> None:
+    """Under `keep` a sample may have tokens of several versions."""
+    engine.allow(2)
+    replies = []
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "return_logprob": True}
+    user = {"authorization": "Bearer user"}
+    thread = threading.Thread(target=lambda: replies.append(admin.post("/generate", json=body, headers=user)))
+    thread.start()
+    eventually(lambda: engine.delivered == 2)
+    assert admin.post("/update_weights", json={"path": "/w", "version": 6, "mode": "keep"}).status_code == 200
+    engine.allow(4)
+    thread.join(30)
+    meta = replies[0].json()["meta_info"]
+    assert (meta["weight_version"], meta["output_weight_versions"]) == (6, [0, 0, 6, 6])

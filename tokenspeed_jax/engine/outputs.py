@@ -63,6 +63,7 @@ class RequestDelta:
         scheduled_at: when the sample left the queue for its first step, in seconds of `time.monotonic`; None if it
             ended before that.
         prompt_logprobs: as in `RequestOutput`; a sample's first delta carries them and no other.
+        weight_version: of the weights that its tokens were drawn with; without tokens, that of those before.
     """
 
     request_id: str
@@ -78,3 +79,4 @@ class RequestDelta:
     stop_reason: str | int | None = None
     scheduled_at: float | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    weight_version: int = 0
