@@ -1,5 +1,6 @@
-"""Padding around a row changes nothing of its logits, whether layers attend or look at the tokens just before."""
+"""Padding around a row changes nothing of its logits, and what stands between is a segment, as recurrences need it."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -8,58 +9,58 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tokenspeed_jax.models.llama import Llama
 from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.rollout.padded_model import PaddedModel, padded_step, with_own_variables
-from tokenspeed_jax.weights import load_model, open_checkpoint
+from tokenspeed_jax.weights import model_of, open_config
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
 PAD, WIDTH = 2, 10
 
 
-def padded_model(family: str) -> PaddedModel:
-    return PaddedModel(load_model(open_checkpoint(str(TINY / family)), dtype="float32", progress=False))
+@pytest.fixture(scope="module")
+def llama() -> PaddedModel:
+    """One layer is enough."""
+    config = model_of(open_config(str(TINY / "llama")))[1]
+    config = dataclasses.replace(config, num_layers=1, windows=(None,), ropes=config.ropes[:1])
+    return PaddedModel(Llama(config, dtype="float32", rngs=nnx.Rngs(0)))
 
 
-def logits_of(model: PaddedModel, tokens: list[int]) -> jax.Array:
-    """Without any padding."""
-    positions = jnp.arange(len(tokens))
+@nnx.jit
+def padded(model: PaddedModel, rows: jax.Array, is_token: jax.Array) -> jax.Array:
+    mask = jnp.ones((*rows.shape, rows.shape[1]), bool)
+    return model(rows, jnp.zeros_like(rows), None, mask, is_token.astype(jnp.int32))[0]
+
+
+def test_padding_changes_nothing(llama: PaddedModel) -> None:
+    before, text = 3, [7, 300, PAD, 45, 9]  # an id of padding within a text is a token
+    rows = np.full((3, WIDTH), PAD, np.int32)
+    rows[0, before : before + len(text)] = rows[1, : len(text)] = text
+    rows[2] = np.arange(10, 10 + WIDTH)
+    logits = padded(llama, jnp.array(rows), jnp.array(rows != PAD))
+    assert logits.shape == (3, WIDTH, llama.config.vocab_size)
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[0, before : before + len(text)], logits[1, : len(text)], atol=1e-4)
 
     @nnx.jit
-    def forward(inner: nnx.Module) -> jax.Array:
-        step = PlainStep(jnp.zeros(len(tokens), jnp.int32), positions, num_segments=1)
-        return inner.logits(inner(jnp.array(tokens), positions, step))
+    def alone(inner: nnx.Module, tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(WIDTH)
+        return inner.logits(inner(tokens, positions, PlainStep(jnp.zeros_like(positions), positions, num_segments=1)))
 
-    return forward(model.model)
+    np.testing.assert_allclose(logits[2], alone(llama.model, jnp.array(rows[2])), atol=1e-4)
 
 
-def test_rows_are_what_they_are_alone() -> None:
-    model = padded_model("lfm2")  # attention, and convolutions over the tokens before
-    before, text = 3, [7, 300, PAD, 45, 9]  # an id of padding within a text is a token
-    row = np.full(WIDTH, PAD, np.int32)
-    row[before : before + len(text)] = text
-    rows = np.stack([row, np.arange(10, 10 + WIDTH)])
-    logits, cache = nnx.jit(model)(
-        jnp.array(rows),
-        jnp.zeros_like(rows),
-        None,
-        jnp.ones((2, WIDTH, WIDTH), bool),
-        jnp.array(rows != PAD, jnp.int32),
-    )
+def test_packed_rows_hold_several_sequences(llama: PaddedModel) -> None:
+    packed = jnp.array([[7, 300, 45, 9, 8]])
+    places, segments = jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2]])
+    logits, cache = nnx.jit(llama)(packed, places, None, None, segments)
     assert cache is None
-    assert logits.shape == (2, WIDTH, model.config.vocab_size)
-    np.testing.assert_allclose(logits[0, before : before + len(text)], logits_of(model, text), atol=1e-4)
-    np.testing.assert_allclose(logits[1], logits_of(model, rows[1].tolist()), atol=1e-4)
-    assert np.isfinite(logits).all()
-
-
-def test_packed_rows_hold_several_sequences() -> None:
-    model = padded_model("llama")
-    rows = jnp.array([[7, 300, 45, 9, 8]])
-    logits, _ = nnx.jit(model)(rows, jnp.array([[0, 1, 2, 0, 1]]), None, None, jnp.array([[1, 1, 1, 2, 2]]))
-    np.testing.assert_allclose(logits[0, :3], logits_of(model, [7, 300, 45]), atol=1e-4)
-    np.testing.assert_allclose(logits[0, 3:], logits_of(model, [9, 8]), atol=1e-4)
+    rows = jnp.array([[7, 300, 45, PAD], [9, 8, PAD, PAD]])
+    apart = padded(llama, rows, rows != PAD)
+    np.testing.assert_allclose(logits[0, :3], apart[0, :3], atol=1e-5)
+    np.testing.assert_allclose(logits[0, 3:], apart[1, :2], atol=1e-5)
     with pytest.raises(ValueError, match="no cache"):
-        model(rows, rows, {}, None, rows)
+        llama(packed, places, {}, None, segments)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,8 @@ def test_where_a_rows_tokens_stand(mask: str, segments: list[int], positions: li
     assert step.positions.tolist() == positions
 
 
-def test_own_variables_share_memory_but_not_arrays() -> None:
-    model = padded_model("llama")
-    other = with_own_variables(model, nnx.state(model.model))
-    for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(other)), strict=True):
+def test_own_variables_share_memory_but_not_arrays(llama: PaddedModel) -> None:
+    other = with_own_variables(llama, nnx.state(llama.model))
+    for mine, theirs in zip(jax.tree.leaves(nnx.state(llama)), jax.tree.leaves(nnx.state(other)), strict=True):
         assert mine is not theirs
         assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
