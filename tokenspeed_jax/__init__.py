@@ -5,7 +5,15 @@ from tokenspeed_jax.engine.engine import Engine
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput, Sample
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
-from tokenspeed_jax.errors import CheckpointError, ConfigError, EngineClosed, InvalidRequest, ProfilerError
+from tokenspeed_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosed,
+    EngineStateError,
+    InvalidRequest,
+    ProfilerError,
+    WeightUpdateError,
+)
 from tokenspeed_jax.kv_events import KVEventsConfig
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineStateError",
     "InvalidRequest",
     "KVEventsConfig",
     "ProfilerError",
@@ -22,5 +31,6 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "StructuredOutputsParams",
+    "WeightUpdateError",
 ]
 __version__ = "0.1.0"

@@ -246,7 +246,7 @@ def test_clear_zeroes_everything_and_frees_the_old_planes() -> None:
     arena = ordinary(HYBRID, 2)
     fill(arena, 7)
     old = dict(arena.planes)
-    arena.clear()
+    arena.restore()
     assert all(plane.is_deleted() for plane in old.values())
     assert not flat(arena.plan, arena.planes).any()
 

@@ -82,7 +82,7 @@ def test_a_sleeping_server_refuses_and_wakes_as_it_was(server: ServerProcess) ->
     assert (status, slept["level"]) == (200, 1)
     assert slept["freed_bytes"] > 0
     status, reply = server.post("/generate", golden_request(goldens("llama")[0]))
-    assert (status, reply["error"]["code"]) == (503, "engine_not_ready")
+    assert (status, reply["error"]["code"]) == (503, "engine_not_serving")
     assert server.post("/wake", {}, ADMIN_KEY)[0] == 200
     assert generate(server)[:2] == before[:2]
 

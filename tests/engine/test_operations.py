@@ -243,7 +243,7 @@ def test_whoever_waits_when_the_loop_ends_is_told(ends_by: str) -> None:
     closing = threading.Thread(target=loop.close)
     if ends_by == "close":
         closing.start()
-        while not loop._closing:
+        while not loop._inbox.is_closing:
             pass
     gate.set()
     waiting.join(30)

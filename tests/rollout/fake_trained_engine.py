@@ -44,6 +44,7 @@ class FakeTrainedEngine(FakeEngine):
         super().__init__(*args, **options)
         self.calls: list[tuple] = []
         self.refusal: Exception | None = None
+        self.weight_version = 0
         self.is_paused = False
         self.is_sleeping = False
 

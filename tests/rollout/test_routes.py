@@ -162,7 +162,7 @@ def test_pauses_under_every_name(admin, engine, route, body, call, resume) -> No
 def test_sleep_under_every_name(admin, engine, route, body, level, wake) -> None:
     assert admin.post(route, json=body).json() == SLEPT | {"level": level}
     assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert refused(completion(admin), 503, None)["code"] == "engine_not_ready"
+    assert refused(completion(admin), 503, None)["code"] == "engine_not_serving"
     assert refused(admin.post(route, json=body), 409, None)["code"] == "engine_state"
     assert (
         refused(admin.post("/update_weights", json={"path": "/w", "version": 1}), 409, None)["code"] == "engine_state"

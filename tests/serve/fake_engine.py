@@ -22,7 +22,7 @@ from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
-from tokenspeed_jax.errors import EngineClosed, InvalidRequest, ProfilerError
+from tokenspeed_jax.errors import EngineClosed, EngineStateError, InvalidRequest, ProfilerError
 from tokenspeed_jax.recipes.report import GroupCapacity
 from tokenspeed_jax.text.piece_decoder import BYTE_OF_CHARACTER
 from tokenspeed_jax.text.tokenizer import Tokenizer, TokenizerFiles
@@ -96,6 +96,7 @@ class FakeStats:
     overlapped_steps: int = 6
     late_steps: int = 2
     overlap_efficiency: float = 0.75
+    weight_version: int = 4
 
 
 GROUP = GroupCapacity(
@@ -160,6 +161,7 @@ class FakeEngine:
     model_name = "fake/model"
     max_model_len = 256
     cached_tokens = 3
+    lacks_weights = False
 
     def __init__(
         self,
@@ -174,6 +176,7 @@ class FakeEngine:
         self.script: Callable[[list[int], int], list[int]] = lambda _prompt, _index: [*self.reply_ids, EOS]
         self.allowed_tokens = 10**9
         self.is_healthy = True
+        self.is_sleeping = False
         self.num_queued_requests = 0
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.options: list[RequestOptions] = []
@@ -183,7 +186,7 @@ class FakeEngine:
         self.profiles: list[str] = []
         self.looks: list[Future[Activity]] = []
         self.is_stuck = False
-        self.weight_version = 0
+        self.weight_version = 7
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
         self._tokens = 0
@@ -195,6 +198,8 @@ class FakeEngine:
     def submit(self, prompt_token_ids, params, *, request_id=None, priority=0, cache_salt=None, on_delta):
         if not self.is_healthy:
             raise EngineClosed("dead")
+        if self.lacks_weights:
+            raise EngineStateError("the engine has no weights")
         options = RequestOptions(priority, cache_salt)
         if not prompt_token_ids:
             raise InvalidRequest("the prompt is empty", parameter="prompt_token_ids")

@@ -32,7 +32,7 @@ def test_ids_are_answered_with_ids_text_and_counts(client: TestClient, engine: F
         "prompt_tokens": 3,
         "completion_tokens": len(engine.reply_ids) + 1,
         "cached_tokens": 3,
-        "weight_version": 0,
+        "weight_version": 7,
     }
     assert engine.submitted[0][0] == [5, 6, 7]
 

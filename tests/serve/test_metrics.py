@@ -79,6 +79,7 @@ def test_the_engines_counters_are_shown(client: TestClient) -> None:
         "tokenspeed:overlapped_steps_total": 6,
         "tokenspeed:late_steps_total": 2,
         "tokenspeed:overlap_efficiency": 0.75,
+        "tokenspeed:weight_version": 4,
         "tokenspeed:step_time_seconds_count": 3,
         "tokenspeed:step_time_seconds_sum": 1.5,
     }.items():

@@ -20,6 +20,20 @@ def test_ready_until_the_engine_takes_no_more_requests(client: TestClient, engin
     assert refused(client.get("/ready"), 503, None)["code"] == "engine_unavailable"
 
 
+def test_a_sleeping_engine_is_well_but_not_ready(client: TestClient, engine: FakeEngine) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    engine.is_sleeping = True
+    assert client.get("/health").json() == {"status": "asleep"}
+    for reply in (client.get("/ready"), client.post("/generate", json={"input_ids": [5]})):
+        error = refused(reply, 503, None)
+        assert (error["code"], "asleep" in error["message"]) == ("engine_not_serving", True)
+    engine.is_sleeping, engine.lacks_weights = False, True
+    error = refused(client.post("/generate", json={"input_ids": [5]}), 503, None)
+    assert (error["code"], error["message"]) == ("engine_not_serving", "the engine has no weights")
+    engine.lacks_weights = False
+    assert client.post("/generate", json={"input_ids": [5]}).status_code == 200
+
+
 def test_not_ready_while_the_server_drains(engine: FakeEngine) -> None:
     config = ServerConfig()
     admission = Admission(engine, config.max_queued_requests)

@@ -66,7 +66,8 @@ class CacheArena:
         self._zero: Any = None
         self._copy: CopyPrograms | None = None
         self.late_compile_seconds = 0.0
-        self.planes: Planes = self._zeros()
+        self._zeros: Any = None
+        self.planes: Planes = self._zeroed()
 
     @property
     def size(self) -> int:
@@ -216,25 +217,31 @@ class CacheArena:
             raise IndexError(f"the null block of cache group {group_id!r} can be neither source nor destination")
         return checked
 
-    def clear(self) -> None:
-        """Zeroes everything, in fresh buffers; the old ones are freed first."""
+    def release(self) -> None:
+        """Frees the device memory. The planes keep their shapes, and are good for nothing else until `restore`."""
         for plane in self.planes.values():
             if not plane.is_deleted():
                 plane.delete()
-        self.planes = self._zeros()
+
+    def restore(self) -> None:
+        """Zeroes everything, in fresh buffers; the old ones are freed first."""
+        self.release()
+        self.planes = self._zeroed()
 
     def null_parent_is_zero(self) -> bool:
         """Whether every byte of the null parent is zero (synchronises)."""
         return not bool(_any_null_byte(self.planes))
 
-    def _zeros(self) -> Planes:
+    def _zeroed(self) -> Planes:
         parents = self.plan.num_lcm_blocks + 1
         shapes = {plane.plane_id: (parents, plane.bytes_per_lcm_block) for plane in self.plan.planes}
-        make = jax.jit(
-            lambda: {plane_id: jnp.zeros(shape, jnp.uint8) for plane_id, shape in shapes.items()},
-            out_shardings=self._sharding,
-        )
-        return make()
+        if self._zeros is None:
+            # Kept: an engine that sleeps and wakes must not compile each time.
+            self._zeros = jax.jit(
+                lambda: {plane_id: jnp.zeros(shape, jnp.uint8) for plane_id, shape in shapes.items()},
+                out_shardings=self._sharding,
+            )
+        return self._zeros()
 
     def _zero_program(self, planes: Planes, ids: Int32[Array, "groups ids"]) -> Planes:
         """Ids below 0 name nothing."""

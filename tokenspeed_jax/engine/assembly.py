@@ -19,17 +19,19 @@ from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
 from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.grammar_compiler import Grammars, grammars_of
+from tokenspeed_jax.engine.lifecycle import Lifecycle
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.memory import MemoryReport, arena_budget, device_limit, tree_bytes
 from tokenspeed_jax.engine.programs import StepPrograms
+from tokenspeed_jax.engine.request_intake import RequestIntake
 from tokenspeed_jax.engine.scorer import Scorer
 from tokenspeed_jax.engine.source import ModelSource
-from tokenspeed_jax.engine.split_model import SplitModel
 from tokenspeed_jax.engine.start_report import Laps, StartReport
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import StepModel, init_device_state
+from tokenspeed_jax.engine.weight_store import WeightStore
 from tokenspeed_jax.errors import ConfigError
 from tokenspeed_jax.kv_events import open_publisher
 from tokenspeed_jax.kv_events.feed import KVEventFeed
@@ -51,6 +53,8 @@ class Assembly:
     programs: StepPrograms
     loop: StepLoop
     stats: StatsCollector
+    lifecycle: Lifecycle
+    intake: RequestIntake
     scorer: Scorer
     grammars: Grammars
     report: MemoryReport
@@ -94,14 +98,14 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     planner = _CachePlanner(config, source, limits, device, returns_logits=grammars.are_served)
     planner.check_cheap_limits()
     laps = Laps()
-    model = SplitModel.of(source.build())
+    store = WeightStore.of(source.build(), is_shared=source.shares_weights)
     loading = laps.lap()
-    limits, setup = planner.plan(model)
+    limits, setup = planner.plan(store)
 
-    step_model = _step_model(config, source, model, setup, limits, returns_logits=grammars.are_served)
+    step_model = _step_model(config, source, store, setup, limits, returns_logits=grammars.are_served)
     arena = step_model.arena
     state = init_device_state(limits.max_num_seqs, limits.vocab_size, step_model.router)
-    programs = StepPrograms(step_model, model.weights, state, limits.max_model_len)
+    programs = StepPrograms(step_model, store, state, limits.max_model_len)
     buckets = _buckets(limits, device)
     builder = BatchBuilder(buckets, step_model.router)
     planning, from_cache = laps.lap(), 0
@@ -134,8 +138,20 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         kv_events=events,
         masks=_mask_builder(source, limits) if grammars.are_served else None,
     )
-    scorer = Scorer(model, precision=step_model.precision)
-    return Assembly(source, limits, programs, loop, stats, scorer, grammars, report, start, publisher)
+    return Assembly(
+        source=source,
+        limits=limits,
+        programs=programs,
+        loop=loop,
+        stats=stats,
+        lifecycle=Lifecycle(loop, store, arena, device),
+        intake=RequestIntake(loop, store, limits, source, grammars, seed=config.seed),
+        scorer=Scorer(store, precision=step_model.precision),
+        grammars=grammars,
+        report=report,
+        start=start,
+        publisher=publisher,
+    )
 
 
 def _mask_builder(source: ModelSource, limits: EngineLimits) -> MaskBuilder | None:
@@ -174,25 +190,25 @@ class _CachePlanner:
         if slower and self._device.platform == "gpu" and self._config.attention_implementation == "auto":
             _LOG.info("prefill of the delta rule with a gate a channel does not run in the Triton kernels: %s", slower)
 
-    def plan(self, model: SplitModel) -> tuple[EngineLimits, CacheSetup]:
+    def plan(self, store: WeightStore) -> tuple[EngineLimits, CacheSetup]:
         """The arena's plan, with the weights on the device."""
         reserved = {"device state": self.sizing.state_bytes}
         if self._config.kv_cache_memory_bytes is None and device_limit(self._device) is not None:
-            reserved["workspace"] = self._measure_workspace(model)
+            reserved["workspace"] = self._measure_workspace(store)
         limits, setup = self.sizing.setup(arena_budget(self._config, self._device, reserved=reserved))
         if limits != self._limits:
             before, after = self._limits.max_model_len, limits.max_model_len
             _LOG.warning("max_model_len is lowered from %d to the %d tokens that the arena holds", before, after)
         return limits, setup
 
-    def _measure_workspace(self, split: SplitModel) -> int:
+    def _measure_workspace(self, store: WeightStore) -> int:
         """Workspace of the costliest step, from its compiled programs over the smallest arena that plans."""
         setup = self.sizing.smallest_setup(parents=64)
-        model = _step_model(self._config, self._source, split, setup, self._limits, returns_logits=self._returns_logits)
+        model = _step_model(self._config, self._source, store, setup, self._limits, returns_logits=self._returns_logits)
         state = jax.eval_shape(
             lambda: init_device_state(self._limits.max_num_seqs, self._limits.vocab_size, model.router)
         )
-        programs = StepPrograms(model, split.weights, state, self._limits.max_model_len)
+        programs = StepPrograms(model, store, state, self._limits.max_model_len)
         buckets = _buckets(self._limits, self._device)
         builder = BatchBuilder(buckets, model.router)
         return programs.measured_workspace(builder.layout(buckets.all()[0]))
@@ -228,7 +244,7 @@ def _choose_kernels(config: EngineConfig, source: ModelSource, setup: CacheSetup
 def _step_model(
     config: EngineConfig,
     source: ModelSource,
-    model: SplitModel,
+    store: WeightStore,
     setup: CacheSetup,
     limits: EngineLimits,
     *,
@@ -245,7 +261,7 @@ def _step_model(
     in_float32_on_gpu = jax.default_backend() == "gpu" and source.dtype.name == "float32"
     implementation = config.attention_implementation
     return StepModel(
-        structure=model.structure,
+        structure=store.structure,
         arena=arena,
         router=router,
         bindings=kernels.bindings,

@@ -41,6 +41,7 @@ class RequestCollector:
             cached_tokens=first.cached_tokens,
             samples=[self._sample(deltas) for deltas in self._deltas],
             prompt_logprobs=first.prompt_logprobs,
+            weight_version=max(deltas[-1].weight_version for deltas in self._deltas),
         )
 
     def _sample(self, deltas: list[RequestDelta]) -> Sample:
@@ -56,4 +57,5 @@ class RequestCollector:
             logprobs=[x for delta in deltas for x in delta.logprobs or ()] if want else None,
             sampling_logprobs=[x for delta in deltas for x in delta.sampling_logprobs or ()] if want else None,
             top_logprobs=[x for delta in deltas for x in delta.top_logprobs or ()] if want_top else None,
+            weight_versions=[delta.weight_version for delta in deltas for _ in delta.token_ids],
         )

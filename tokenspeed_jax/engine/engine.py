@@ -1,13 +1,12 @@
 """`Engine`: the public face. Generates, streams, scores; owns one model on one device."""
 
 import asyncio
-import itertools
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
+import jax
 from flax import nnx
 from tqdm import tqdm
 
@@ -16,25 +15,22 @@ from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.device_memory import explained
-from tokenspeed_jax.engine.grammar import Grammar
+from tokenspeed_jax.engine.inbox import LiveRequestMode
+from tokenspeed_jax.engine.lifecycle import SleepReport, WakeReport
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
-from tokenspeed_jax.engine.prompts import Prompt, as_batch, as_token_ids, options_per_prompt, params_per_prompt, present
+from tokenspeed_jax.engine.prompts import Prompt, as_token_ids, present
 from tokenspeed_jax.engine.request_options import RequestOptions
-from tokenspeed_jax.engine.requests import LiveRequestIds, RequestState, SampleState
-from tokenspeed_jax.engine.sampler import sample_seed
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.stats import EngineStats
-from tokenspeed_jax.engine.stop import StopChecker
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
-from tokenspeed_jax.engine.validation import check_sampling, check_tokens
+from tokenspeed_jax.engine.validation import check_tokens
+from tokenspeed_jax.engine.weight_store import WeightUpdate
 from tokenspeed_jax.errors import EngineClosed
 from tokenspeed_jax.text import Tokenizer
-
-_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -83,8 +79,6 @@ class Engine:
         self._loop = self._assembly.loop
         self.model_name = source.name
         self.max_model_len = self._assembly.limits.max_model_len
-        self._serial = itertools.count()
-        self._live_ids = LiveRequestIds()
         self._profiler = Profiler()
 
     @property
@@ -134,27 +128,18 @@ class Engine:
         Raises:
             InvalidRequest: some prompt or parameter is refused; then nothing was submitted.
             EngineClosed: the engine ended before the outputs were complete.
+            EngineStateError: the engine sleeps, or its weights are gone or were deleted while it generated.
         """
-        batch = as_batch(prompts)
-        each = params_per_prompt(params, len(batch))
-        options = options_per_prompt(priority, cache_salt, len(batch))
-        tokenizer = self._assembly.source.tokenizer
-        requests = [
-            (as_token_ids(prompt, tokenizer), item, option)
-            for prompt, item, option in zip(batch, each, options, strict=True)
-        ]
-        for token_ids, item, _ in requests:
-            self._check(token_ids, item)
+        requests = self._assembly.intake.batch(prompts, params, priority, cache_salt)
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             collectors = []
             for token_ids, item, option in requests:
                 collector = RequestCollector(item, on_finish=bar.update)
-                collector.request_id = self._submit(token_ids, item, option, None, collector.push)
+                collector.request_id = self._assembly.intake.submit(token_ids, item, option, None, collector.push)
                 collectors.append(collector)
             outputs = [collector.wait() for collector in collectors]
-        cut = any(sample.finish_reason in ("abort", "error") for output in outputs for sample in output.samples)
-        if cut and not self.is_healthy:
-            raise EngineClosed("the engine ended while generating") from self._loop.failure
+        reasons = {sample.finish_reason for output in outputs for sample in output.samples}
+        self._assembly.lifecycle.explain_cut(reasons)
         return outputs
 
     def submit(
@@ -178,39 +163,10 @@ class Engine:
         Raises:
             InvalidRequest: the request is refused; nothing was changed.
             EngineClosed: the engine was closed or has failed.
+            EngineStateError: the engine sleeps, or has no weights.
         """
-        return self._submit(prompt_token_ids, params, RequestOptions(priority, cache_salt), request_id, on_delta)
-
-    def _submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions,
-        request_id: str | None,
-        on_delta: Callable[[RequestDelta], None],
-    ) -> str:
-        prompt = list(prompt_token_ids)
-        max_tokens, grammar = self._check(prompt, params)
-        serial = next(self._serial)
-        request = RequestState(
-            request_id=self._live_ids.claim(f"request-{serial}" if request_id is None else request_id),
-            prompt_token_ids=prompt,
-            params=params,
-            options=options,
-            max_tokens=max_tokens,
-            on_delta=on_delta,
-            grammar=grammar,
-        )
-        request.on_delta = self._releasing(request, on_delta)
-        seed = params.seed if params.seed is not None else self.config.seed ^ (serial << 20)
-        for index in range(params.n):
-            request.samples.append(self._sample(request, serial, index, seed))
-        try:
-            self._loop.submit(request, [sample.spec() for sample in request.samples])
-        except EngineClosed:
-            self._live_ids.release(request.request_id)
-            raise
-        return request.request_id
+        options = RequestOptions(priority, cache_salt)
+        return self._assembly.intake.submit(list(prompt_token_ids), params, options, request_id, on_delta)
 
     async def stream(
         self,
@@ -229,6 +185,7 @@ class Engine:
         Raises:
             InvalidRequest: the request is refused.
             EngineClosed: the engine was closed, or failed while it generated.
+            EngineStateError: as in `generate`.
         """
         options = RequestOptions(priority, cache_salt)
         params = params or SamplingParams()
@@ -244,14 +201,14 @@ class Engine:
         token_ids = await asyncio.to_thread(as_token_ids, prompt, self._assembly.source.tokenizer)
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
-        request_id = self._submit(token_ids, params, options, request_id, push)
+        request_id = self._assembly.intake.submit(token_ids, params, options, request_id, push)
         running = params.n
         try:
             while running:
                 delta = await queue.get()
                 running -= delta.finish_reason is not None
                 if delta.finish_reason == "error":
-                    raise EngineClosed("the engine failed while generating") from self._loop.failure
+                    self._assembly.lifecycle.explain_cut({"error"})
                 yield delta
         finally:
             if running:
@@ -278,10 +235,12 @@ class Engine:
 
         Raises:
             InvalidRequest: no tokens, more than `max_model_len`, or ids outside the vocabulary.
+            EngineStateError: the engine sleeps, or has no weights.
         """
         check_tokens(token_ids, self._assembly.limits)
         if not self.is_healthy:
             raise EngineClosed("the engine is closed")
+        self._assembly.lifecycle.check_awake()
         return self._assembly.scorer.score(list(token_ids))
 
     def flush_cache(self) -> bool:
@@ -294,6 +253,93 @@ class Engine:
             EngineClosed: the engine is closed, or ends meanwhile.
         """
         return self._loop.flush_cache()
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the next step runs with; the ones that the engine started with are version 0."""
+        return self._assembly.programs.store.version
+
+    def update_weights(
+        self, params: Any, *, version: int, mode: LiveRequestMode = "drain", check_finite: bool = False
+    ) -> WeightUpdate:
+        """Puts new weights in place of all that the engine has, between two steps. All or nothing.
+
+        Arrays of the right dtype on the right device are used as they are, without a copy: they must live until the
+        next update. The others are moved, cast or fused, into the memory of those that they replace where these are the
+        engine's own. Nothing that was computed before is found in the prefix cache afterwards.
+
+        Args:
+            params: all parameters: an `nnx.State` or module of this architecture, a nested dict with the same paths
+                (also in linen's "params" collection), or a flat dict under Hugging Face names. `jax` or `numpy` arrays.
+            version: greater than `weight_version`.
+            mode: of the requests that run: "drain" waits until they have ended, "abort" ends them, "keep" lets them go
+                on with the new weights over the cache that they have. What is submitted meanwhile waits.
+            check_finite: refuse NaNs and infinities; reads every value once.
+
+        Raises:
+            WeightUpdateError: names, shapes, dtypes, values or the version do not fit; the message names them.
+            EngineStateError: the engine sleeps, or is paused with requests, which do not drain.
+            EngineClosed: the engine is closed, or ends meanwhile.
+        """
+        return self._assembly.lifecycle.update(params, version, mode, check_finite=check_finite)
+
+    def export_weights(self, naming: Literal["nnx", "hf"] = "nnx") -> nnx.State | dict[str, jax.Array]:
+        """The weights, as `update_weights` takes them: the engine's own arrays, or under Hugging Face names.
+
+        Raises:
+            WeightUpdateError: "hf", and the model has no such names or stands in checkpoints quantised.
+            EngineStateError: the engine sleeps, or has no weights.
+        """
+        return self._assembly.lifecycle.export(naming)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._loop.is_paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine waits for `wake`, without an arena."""
+        return self._assembly.lifecycle.is_sleeping
+
+    def pause(self, mode: LiveRequestMode = "keep") -> None:
+        """Runs no step any more until `resume`; what is submitted meanwhile waits.
+
+        Args:
+            mode: of the requests that run: "keep" lets them wait with the cache that they hold, "drain" waits until
+                they have ended, "abort" ends them.
+
+        Raises:
+            EngineStateError: the engine sleeps; or "drain" while it is paused with requests.
+        """
+        self._assembly.lifecycle.pause(mode)
+
+    def resume(self) -> None:
+        """Goes on after `pause`; does nothing if the engine is not paused.
+
+        Raises:
+            EngineStateError: the engine sleeps, or has no weights.
+        """
+        self._assembly.lifecycle.resume()
+
+    def sleep(self, level: Literal[1, 2] = 1) -> SleepReport:
+        """Empties the prefix cache and frees the arena (level 1), and the engine's own weights too (level 2).
+
+        After level 2, `wake` brings back the arena alone: `update_weights` has to bring the weights.
+
+        Raises:
+            EngineStateError: requests run or wait, or the engine sleeps as deeply already.
+        """
+        return self._assembly.lifecycle.sleep(level)
+
+    def wake(self) -> WakeReport:
+        """Allocates the arena again, zeroed.
+
+        Raises:
+            EngineStateError: the engine is not asleep.
+            OutOfDeviceMemory: others have taken the memory; the engine sleeps on.
+        """
+        return self._assembly.lifecycle.wake()
 
     def start_profile(self, folder: str) -> None:
         """Begins a trace of the process with JAX's profiler; `stop_profile` or `close` writes it.
@@ -321,9 +367,10 @@ class Engine:
         """Current figures of the engine."""
         assembly = self._assembly
         return assembly.stats.snapshot(
-            arena_bytes=assembly.report.arena,
+            arena_bytes=0 if self.is_sleeping else assembly.report.arena,
             compilations_after_warmup=assembly.programs.compilations - assembly.start.programs,
             compile_seconds=assembly.start.compiling + assembly.programs.late_compile_seconds,
+            weight_version=self.weight_version,
         )
 
     def activity(self, max_requests: int = 100) -> Future[Activity]:
@@ -350,39 +397,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Grammar | None]:
-        """Validates a request as a whole; returns its resolved max_tokens and its grammar."""
-        limits = self._assembly.limits
-        check_tokens(token_ids, limits)
-        max_tokens = check_sampling(token_ids, params, limits, self._assembly.source.eos_token_ids)
-        constraint = params.structured_outputs
-        return max_tokens, None if constraint is None else self._assembly.grammars.compile(constraint)
-
-    def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
-        source = self._assembly.source
-        stop = StopChecker(
-            request.params,
-            eos_token_ids=source.eos_token_ids,
-            max_tokens=request.max_tokens,
-            detokenizer=source.detokenizer(skip_special_tokens=request.params.skip_special_tokens),
-        )
-        matcher = None if request.grammar is None else request.grammar.matcher()
-        return SampleState(f"{serial}-{index}", request, index, sample_seed(seed, index), stop, matcher)
-
-    def _releasing(
-        self, request: RequestState, on_delta: Callable[[RequestDelta], None]
-    ) -> Callable[[RequestDelta], None]:
-        """`on_delta`, shielded: an error of the receiver ends that request and nothing else."""
-
-        def deliver(delta: RequestDelta) -> None:
-            if request.finished:
-                self._live_ids.release(request.request_id)
-            try:
-                on_delta(delta)
-            except Exception:
-                _LOG.exception("the receiver of request %s failed; the request is aborted", request.request_id)
-                if not request.finished and self.is_healthy:
-                    self._loop.abort(request.request_id)
-
-        return deliver

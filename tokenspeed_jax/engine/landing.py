@@ -39,8 +39,13 @@ class RowResults:
         scheduler.finish_rows(np.array(self.finished, np.int32))
 
 
-def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tuple[SampleState, RequestDelta]]]:
+def land(
+    batch: BuiltBatch, outputs: StepOutputs, weight_version: int
+) -> tuple[RowResults, list[tuple[SampleState, RequestDelta]]]:
     """What one landed step means.
+
+    Args:
+        weight_version: of the weights with which the step was dispatched.
 
     Returns:
         The results to apply to the scheduler, and the deltas to deliver after that.
@@ -55,6 +60,7 @@ def land(batch: BuiltBatch, outputs: StepOutputs) -> tuple[RowResults, list[tupl
         results.token_counts.append(int(draws))
         if not draws:
             continue
+        sample.weight_version = weight_version
         token = tokens[index]
         results.tokens.append(token)
         matcher = sample.matcher

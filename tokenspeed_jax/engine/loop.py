@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.device_memory import out_of_memory
-from tokenspeed_jax.engine.landing import land
+from tokenspeed_jax.engine.inbox import Change, Inbox, LiveRequestMode, Submission
+from tokenspeed_jax.engine.landing import RowResults, land
+from tokenspeed_jax.engine.live_requests import LiveRequests
 from tokenspeed_jax.engine.masks import MaskBuilder
-from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.prompt_scorer import PendingScores
 from tokenspeed_jax.engine.redraw import Redraw
@@ -33,34 +34,13 @@ from tokenspeed_jax.engine.requests import RequestState, SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import DeviceOutputs, unpack_outputs
-from tokenspeed_jax.errors import EngineClosed
+from tokenspeed_jax.errors import EngineStateError
 from tokenspeed_jax.kv_events.feed import KVEventFeed
+from tokenspeed_jax.weights.weight_conversion import PreparedWeights
 
 _LOG = logging.getLogger(__name__)
 _MAX_EMPTY_ROUNDS = 1000
 """Rounds in a row that may plan nothing while nothing is in flight; more means that scheduling is stuck."""
-
-
-@dataclass(frozen=True)
-class _Submission:
-    request: RequestState
-    specs: list[scheduling.RequestSpec]
-
-
-@dataclass(frozen=True)
-class _Question:
-    """A command whose value, or error, another thread waits for."""
-
-    function: Callable[[], Any]
-    answer: Future[Any] = field(default_factory=Future)
-
-    def __call__(self) -> None:
-        if not self.answer.set_running_or_notify_cancel():
-            return
-        try:
-            self.answer.set_result(self.function())
-        except Exception as error:
-            self.answer.set_exception(error)
 
 
 @dataclass(frozen=True)
@@ -70,14 +50,16 @@ class _InFlight:
     packed: jax.Array
     scores: PendingScores
     dispatched_at: float
+    weight_version: int
 
 
 class StepLoop:
     """Runs requests to their end on a thread of its own.
 
-    Thread-safe: `submit`, `abort`, `call`, `ask`, `activity`, `flush_cache`, `close`, and the read-only properties.
-    Deltas are delivered on the loop's thread. After an internal error every request finishes with "error" and the loop
-    ends: a step that failed half-way leaves donated buffers behind that nobody can vouch for.
+    Thread-safe: `submit`, `abort`, `call`, `ask`, `change`, `activity`, `flush_cache`, `close`, and the read-only
+    properties. The rest is for what `ask` and `change` run. Deltas are delivered on the loop's thread. After an
+    internal error every request finishes with "error" and the loop ends: a step that failed half-way leaves donated
+    buffers behind that nobody can vouch for.
     """
 
     def __init__(
@@ -100,14 +82,11 @@ class StepLoop:
         self._eos_token_ids = eos_token_ids
         self._kv_events = kv_events
         self._masks = masks
-        self._inbox: deque[_Submission | Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._failure: BaseException | None = None
+        self._inbox = Inbox()
+        self._live = LiveRequests(scheduler, stats, self._inbox.queued)
+        self._is_paused = False
+        self._change: Change | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._samples: dict[str, SampleState] = {}
-        self._requests: dict[str, RequestState] = {}
-        self._queued: set[str] = set()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
         self._was_idle = True
@@ -118,50 +97,68 @@ class StepLoop:
     @property
     def is_healthy(self) -> bool:
         """Whether requests are still served."""
-        return self._thread.is_alive() and not self._closing and self._failure is None
+        return self._thread.is_alive() and not self._inbox.is_closing
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the loop, if it was not `close`."""
-        return self._failure
+        return self._inbox.failure
 
     @property
     def num_queued_requests(self) -> int:
         """Requests none of whose samples has started yet, those in the inbox included."""
-        return len(self._queued)
+        return len(self._inbox.queued)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._is_paused
 
     def submit(self, request: RequestState, specs: list[scheduling.RequestSpec]) -> None:
         """Queues a validated request; `specs[i]` is the scheduler's view of `request.samples[i]`."""
-        self._post(_Submission(request, specs))
+        self._inbox.post(Submission(request, specs))
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with "abort". Unknown and finished requests are ignored."""
-        self._post(lambda: self._abort(request_id))
+        self._inbox.post(lambda: self._live.abort(request_id))
 
     def call(self, function: Callable[[], None]) -> None:
         """Runs `function` on the loop's thread between two steps."""
-        self._post(function)
+        self._inbox.post(function)
+
+    def check_thread(self) -> None:
+        """Raises `RuntimeError` on the loop's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
 
     def ask[T](self, function: Callable[[], T]) -> T:
         """Runs `function` on the loop's thread between two steps, and waits for its value.
 
         Raises:
             EngineClosed: the loop ended before it came to this.
-            RuntimeError: called on the loop's own thread, which cannot wait for itself.
+            RuntimeError: called on the loop's own thread.
         """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a receiver of deltas must not wait for the step loop: it runs on the loop's thread")
-        return self._request(function).result()
+        self.check_thread()
+        return self._inbox.ask(function).result()
 
-    def _request[T](self, function: Callable[[], T]) -> Future[T]:
-        question = _Question(function)
-        self._post(question)
-        return question.answer
+    def change[T](self, function: Callable[[], T], mode: LiveRequestMode) -> T:
+        """Runs `function` between two steps, with nothing in flight, once `mode` was done to the requests that run.
+
+        Callers take turns; requests that are submitted while one waits are held back until then.
+
+        Raises:
+            EngineStateError: mode "drain" while the engine is paused with requests, which would never end.
+            EngineClosed, RuntimeError: as `ask`.
+        """
+        self.check_thread()
+        change = Change(function, mode=mode)
+        self._inbox.post(change)
+        return change.answer.result()
 
     def activity(self, max_requests: int) -> Future[Activity]:
         """What the engine does between the next two steps, as `take_activity` finds it; does not wait for that."""
-        return self._request(
-            lambda: take_activity(self._scheduler, self._requests.values(), self._queued, max_requests)
+        return self._inbox.ask(
+            lambda: take_activity(self._scheduler, self._live.all(), self._live.queued, max_requests)
         )
 
     def flush_cache(self) -> bool:
@@ -170,24 +167,12 @@ class StepLoop:
 
     def close(self, timeout: float | None = None) -> None:
         """Aborts what runs and ends the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._inbox.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _post(self, command: _Submission | Callable[[], None]) -> None:
-        with self._wake:
-            if self._failure is not None:
-                raise EngineClosed("the engine has failed") from self._failure
-            if self._closing:
-                raise EngineClosed("the engine is closed")
-            if isinstance(command, _Submission):
-                self._queued.add(command.request.request_id)
-            self._inbox.append(command)
-            self._wake.notify()
-
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             while self._take_commands():
                 self._turn()
@@ -195,52 +180,96 @@ class StepLoop:
             if said := out_of_memory(error):
                 _LOG.error("out of device memory in a step; lower --gpu-memory-utilization: %s", said)
             _LOG.exception("a step failed; the engine ends and every request with it")
-            self._failure = error
+            failure = error
         finally:
-            with self._wake:
-                self._closing = True
-                left = [item.request for item in self._inbox if isinstance(item, _Submission)]
-                questions = [item for item in self._inbox if isinstance(item, _Question)]
-                self._inbox.clear()
-            for question in questions:
-                if question.answer.set_running_or_notify_cancel():
-                    question.answer.set_exception(EngineClosed("the engine is closed"))
+            left = self._inbox.end(failure)
+            if self._change is not None:
+                self._change.give_up()
             # What is still queued never reached the scheduler; it ends like what runs.
-            for request in left:
-                self._register(request)
-            for request in list(self._requests.values()):
-                self._deliver_end(request, "abort" if self._failure is None else "error")
+            self._live.close(left, "abort" if failure is None else "error")
             self._in_flight.clear()
 
     def _take_commands(self) -> bool:
         """Runs the inbox, waiting for it while idle. False when the loop has to end."""
-        while True:
-            with self._wake:
-                while not (self._closing or self._inbox or self._requests or self._in_flight):
-                    self._was_idle = True
-                    self._wake.wait()
-                if self._closing:
-                    return False
-            # One by one: if a command fails, those behind it are still there to be answered.
-            for _ in range(len(self._inbox)):
-                command = self._inbox.popleft()
-                if isinstance(command, _Submission):
-                    self._admit(command)
-                else:
-                    command()
-            if self._requests or self._in_flight:
+        while self._inbox.wait(self._has_work, self._note_idle):
+            self._obey_commands()
+            if self._has_work():
                 return True
+        return False
 
-    def _admit(self, submission: _Submission) -> None:
-        self._register(submission.request)
-        self._scheduler.submit_requests(submission.specs)
+    def _obey_commands(self) -> None:
+        # A method of its own, so that what commands hold (new weights, say) is not kept while the loop waits.
+        for command in self._inbox.arrived():
+            if isinstance(command, Submission):
+                self._live.take(command, holds=self._is_paused or self._change is not None)
+            elif isinstance(command, Change):
+                self._begin(command)
+            else:
+                command()
+        if self._change is not None and not self._live:
+            self._complete(self._change)
 
-    def _register(self, request: RequestState) -> None:
-        self._requests[request.request_id] = request
-        self._samples.update((sample.scheduler_id, sample) for sample in request.samples)
-        self._stats.observe_arrival(len(request.prompt_token_ids) * len(request.samples))
+    def _has_work(self) -> bool:
+        return bool(self._in_flight) or (len(self._live) > 0 and not self._is_paused)
+
+    def _note_idle(self) -> None:
+        self._was_idle = True
+
+    def _begin(self, change: Change) -> None:
+        if change.mode == "drain" and self._live and self._is_paused:
+            change.refuse(EngineStateError(f"paused with {len(self._live)} requests, which do not end: resume first"))
+            return
+        self._change = change
+        if change.mode == "abort":
+            self._live.end_all("abort")
+        if change.mode != "drain" or not self._live:
+            self._complete(change)
+
+    def _complete(self, change: Change) -> None:
+        self._land_all()
+        change()
+        self._change = None
+        if not self._is_paused:
+            self._live.admit_held()
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Lets the requests wait where they are, and new ones before the scheduler; or lets them go on."""
+        self._is_paused = is_paused
+        if not is_paused:
+            self._live.admit_held()
+
+    def adopt_weights(self, prepared: PreparedWeights, version: int) -> None:
+        """New weights from the next step on. What was computed before is found by no request that starts later."""
+        self._programs.store.adopt(prepared, version)
+        self._programs.run_postponed()
+        self._scheduler.set_weight_version(str(version))
+        self._live.renew_queued()
+        self._clear_cache()
+        self._inbox.refuse_requests(None)
+
+    def free_cache(self, refusal: str) -> None:
+        """Empties the prefix cache, frees the arena, and refuses requests with these words.
+
+        Raises:
+            EngineStateError: there are requests; nothing was changed.
+        """
+        if self._live or not self._inbox.refuse_requests(refusal, unless_waiting=not self._is_paused):
+            count = max(len(self._live), 1)
+            raise EngineStateError(f"{count} requests run or wait: pause with mode drain or abort before sleep")
+        if not self._clear_cache():
+            raise RuntimeError("blocks of the cache are held, but no request is there to hold them")
+        self._programs.model.arena.release()
+
+    def restore_cache(self) -> None:
+        """Allocates the arena again, zeroed, and takes requests if there are weights."""
+        self._programs.model.arena.restore()
+        self._inbox.refuse_requests(self._programs.store.missing())
 
     def _turn(self) -> None:
+        if (reason := self._programs.store.missing()) is not None:
+            self._lose_weights(reason)
+            self._land_all()
+            return
         plan = self._scheduler.next_execution_plan()
         batch = plan.forward[0]
         ids = batch.request_ids
@@ -248,7 +277,7 @@ class StepLoop:
         self._builder.note_changes(plan)
         if ids:
             self._empty_rounds = 0
-            self._dispatch(plan.round_number, batch, [self._samples[request_id] for request_id in ids])
+            self._dispatch(plan.round_number, batch, [self._live.samples[request_id] for request_id in ids])
         elif not self._in_flight:
             self._count_empty_round()
         # A round that dispatched nothing has nothing to overlap with: land one step, then plan again.
@@ -260,6 +289,12 @@ class StepLoop:
         if self._kv_events is not None:
             self._kv_events.forward()
             self._stats.observe_kv_events(self._kv_events.dropped)
+
+    def _lose_weights(self, reason: str) -> None:
+        """Ends what runs, and takes no requests before there are other weights."""
+        _LOG.error("requests end with an error: %s", reason)
+        self._inbox.refuse_requests(reason)
+        self._live.end_all("error")
 
     def _clear_cache(self) -> bool:
         cleared = self._scheduler.clear_cache()
@@ -279,20 +314,25 @@ class StepLoop:
         built = self._builder.build(batch, samples, self._scheduler.block_table_views())
         for sample, draws in zip(samples, built.draws, strict=True):
             sample.num_dispatched += draws
-        outputs = self._programs.run(built)
+        version = self._programs.store.version
+        try:
+            outputs = self._programs.run(built)
+        except EngineStateError as error:
+            self._lose_weights(str(error))
+            RowResults().apply(self._scheduler, round_number)
+            return
         self._observe_overlap()
         dispatched_at = time.perf_counter()
         scores = self._programs.scorer.dispatch(built, outputs.hidden)
         packed = self._redrawn(built, outputs) if built.constrained else outputs.packed
-        self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at))
+        self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at, version))
 
     def _redrawn(self, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
         """Dispatches the draws of a step's constrained rows, once the tokens before them are known."""
         if self._masks is None or outputs.logits is None:
             raise RuntimeError("a sample has a grammar in an engine that serves none")
         # All of this while the device computes the step: what is left to do after the redraw, it would wait for.
-        while self._in_flight:
-            self._land(self._in_flight.popleft())
+        self._land_all()
         redraw = Redraw.of(built, self._masks.vocab_size)
         self._masks.fill(redraw.masks, built.constrained, built.samples)
         return self._programs.redraw(redraw, outputs.packed, outputs.logits)
@@ -316,7 +356,7 @@ class StepLoop:
             if self._slot_owner.get(slots[index]) is sample:
                 continue
             self._slot_owner[slots[index]] = sample
-            self._queued.discard(sample.request.request_id)
+            self._live.queued.discard(sample.request.request_id)
             has_admitted = True
             if sample.scheduled_at is None:
                 sample.scheduled_at = now
@@ -330,57 +370,24 @@ class StepLoop:
         if has_admitted:
             self._stats.observe_hits(self._scheduler)
 
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
+
     def _land(self, step: _InFlight) -> None:
         outputs = unpack_outputs(np.asarray(step.packed))
         step.scores.land()
-        results, deltas = land(step.built, outputs)
+        results, deltas = land(step.built, outputs, step.weight_version)
         results.apply(self._scheduler, step.round_number)
         begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
         self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)
         # Before delivery: who has just been told that a request ended must not find it running.
         self._stats.observe_scheduler(self._scheduler)
         for sample, delta in deltas:
-            self._deliver(sample, delta)
-
-    def _deliver(self, sample: SampleState, delta: RequestDelta) -> None:
-        self._stats.observe_delta(delta)
-        if sample.finished:
-            self._forget(sample)
-        sample.request.on_delta(delta)
-
-    def _forget(self, sample: SampleState) -> None:
-        # Rows of the sample may still be in flight; they hold the object themselves.
-        if self._samples.pop(sample.scheduler_id, None) is not None:
-            self._stats.observe_end(len(sample.request.prompt_token_ids) + len(sample.token_ids))
-        if sample.request.finished:
-            self._requests.pop(sample.request.request_id, None)
-            self._queued.discard(sample.request.request_id)
-
-    def _abort(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        events = scheduling.ExecutionEvent()
-        for sample in request.samples:
-            if not sample.finished:
-                event = scheduling.ForwardEvent.Abort()
-                event.request_id = sample.scheduler_id
-                events.add_event(event)
-        self._scheduler.advance(events)
-        self._stats.observe_scheduler(self._scheduler)
-        self._deliver_end(request, "abort")
-
-    def _deliver_end(self, request: RequestState, reason: Literal["abort", "error"]) -> None:
-        for sample in request.samples:
-            # Not by `finished`: a failed landing may have found an end that it never delivered.
-            if sample.scheduler_id in self._samples:
-                sample.finished = True
-                # After a failure the decoder may be what failed, and asking it again must not cost others their end.
-                text = sample.stop.flush() if reason == "abort" else ""
-                self._deliver(sample, sample.delta([], text, reason))
+            self._live.deliver(sample, delta)
 
     def _count_empty_round(self) -> None:
         """Retraction may take a few rounds that run nothing; anything longer is a bug that must not spin forever."""
         self._empty_rounds += 1
         if self._empty_rounds > _MAX_EMPTY_ROUNDS:
-            raise RuntimeError(f"{len(self._samples)} requests wait, but the scheduler planned nothing for long")
+            raise RuntimeError(f"{len(self._live.samples)} samples wait, but the scheduler planned nothing for long")

@@ -25,6 +25,16 @@ def device_limit(device: jax.Device) -> int | None:
     return None if not stats else stats.get("bytes_limit")
 
 
+def bytes_in_use(device: jax.Device) -> int:
+    """Bytes that lie on a device: as its allocator counts them, or, on a CPU, of all arrays of this process there."""
+    if stats := device.memory_stats():
+        return stats["bytes_in_use"]
+    arrays = (array for array in jax.live_arrays() if device in array.sharding.device_set)
+    shards = (shard.data for array in arrays for shard in array.addressable_shards if shard.device == device)
+    # By address: one buffer may be in several arrays.
+    return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
+
+
 def arena_budget(config: EngineConfig, device: jax.Device, *, reserved: dict[str, int]) -> int:
     """Bytes for the cache arena.
 

@@ -26,6 +26,7 @@ class Sample:
         sampling_logprobs: log-probability of each token under the distribution it was drawn from, after
             all of these (0.0 at temperature 0); None unless asked for.
         top_logprobs: per token the most probable ids under the same distribution as `logprobs`.
+        weight_versions: per token the version of the weights that it was drawn with.
     """
 
     token_ids: list[int]
@@ -35,6 +36,7 @@ class Sample:
     logprobs: list[float] | None = None
     sampling_logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
+    weight_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class RequestOutput:
         samples: `SamplingParams.n` of them, in order.
         prompt_logprobs: of the prompt's tokens, one entry each; None unless asked for, or if the request was aborted
             before its prompt was complete.
+        weight_version: of the newest token; without tokens, of the weights that were there when it was submitted.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class RequestOutput:
     cached_tokens: int
     samples: list[Sample]
     prompt_logprobs: PromptLogprobs | None = None
+    weight_version: int = 0
 
 
 @dataclass(frozen=True)

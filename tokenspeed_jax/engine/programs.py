@@ -26,6 +26,8 @@ from tokenspeed_jax.engine.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGPRO
 from tokenspeed_jax.engine.sampling_state import MAX_BLOCKED, begin_request, bias_arrays, padded_ids
 from tokenspeed_jax.engine.split_model import Weights
 from tokenspeed_jax.engine.step import DeviceOutputs, DeviceState, StepModel, build_step
+from tokenspeed_jax.engine.weight_store import WeightStore
+from tokenspeed_jax.errors import EngineStateError
 
 _PARALLEL_COMPILATIONS = min(max(os.cpu_count() or 1, 2), 16)
 """Threads that compile while another lowers: the compiler lets go of Python's lock, and uses few cores by itself."""
@@ -36,13 +38,13 @@ class StepPrograms:
     """Compiles and runs steps. Owned by the step loop; not thread-safe after `warm_up`.
 
     Attributes:
-        weights: an argument of every step and never donated.
+        store: of the weights, which are an argument of every step and never donated.
         max_model_len: padded length of token lists handed to `begin_request`.
         scorer: scores prompts from the hidden rows of steps.
     """
 
     model: StepModel
-    weights: Weights
+    store: WeightStore
     device_state: DeviceState
     max_model_len: int
     _late_compile_seconds: float = 0.0
@@ -50,9 +52,15 @@ class StepPrograms:
     _redraws: dict[int, Any] = field(default_factory=dict)
     _begin: Any = None
     _update_tables: Any = None
+    _postponed: BuiltBatch | None = None
 
     def __post_init__(self) -> None:
-        self.scorer = PromptScorer(self.model.structure, self.weights, self.model.precision)
+        self.scorer = PromptScorer(self.store, self.model.precision)
+
+    @property
+    def weights(self) -> Weights:
+        """What the next step runs with."""
+        return self.store.arrays
 
     def warm_up(self, layouts: Iterable[BatchLayout], *, progress: bool) -> int:
         """Compiles every bucket and runs none. Errors of the compiler propagate.
@@ -108,6 +116,10 @@ class StepPrograms:
         """Dispatches one step without waiting for it.
 
         What is drawn is on its way to the host then, unless `redraw` has rows to draw yet.
+
+        Raises:
+            EngineStateError: the weights were deleted by who shares them. The step has not begun: it waits for
+                `run_postponed`, since it also carries what has changed in the block tables.
         """
         arena = self.model.arena
         for changes in built.early_changes:
@@ -115,11 +127,24 @@ class StepPrograms:
             tables = update(self.device_state.tables, changes)
             self.device_state = dataclasses.replace(self.device_state, tables=tables)
         step = self.compiled(built.layout)
-        results = step(self.weights, arena.planes, self.device_state, built.buffer)
+        try:
+            results = step(self.weights, arena.planes, self.device_state, built.buffer)
+        except RuntimeError as error:
+            donated = jax.tree.leaves((arena.planes, self.device_state))
+            if (reason := self.store.missing()) is None or any(array.is_deleted() for array in donated):
+                raise
+            self._postponed = built
+            raise EngineStateError(reason) from error
         arena.planes, self.device_state, outputs = results
         if not built.constrained:
             outputs.packed.copy_to_host_async()
         return outputs
+
+    def run_postponed(self) -> None:
+        """Runs the step that `run` could not, if there is one, for its changes of the tables; its rows are nobody's."""
+        built, self._postponed = self._postponed, None
+        if built is not None:
+            self.run(built)
 
     def redraw(self, redraw: Redraw, packed: jax.Array, logits: jax.Array) -> jax.Array:
         """Dispatches the draws of a batch's constrained rows; returns the step's packed outputs with theirs in them."""
@@ -151,12 +176,13 @@ class StepPrograms:
         """Programs compiled so far."""
         once = sum(item is not None for item in (self._begin, self._update_tables))
         own = len(self._steps) + len(self._redraws) + once
-        return own + self.scorer.compilations + self.model.arena.compilations
+        return own + self.scorer.compilations + self.model.arena.compilations + self.store.compilations
 
     @property
     def late_compile_seconds(self) -> float:
         """Time spent compiling outside of `warm_up`."""
-        return self._late_compile_seconds + self.scorer.late_compile_seconds + self.model.arena.late_compile_seconds
+        parts = (self.scorer.late_compile_seconds, self.model.arena.late_compile_seconds, self.store.compile_seconds)
+        return self._late_compile_seconds + sum(parts)
 
     @property
     def workspace_bytes(self) -> int:

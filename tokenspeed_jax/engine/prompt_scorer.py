@@ -20,7 +20,8 @@ from tokenspeed_jax.engine.batch import BuiltBatch
 from tokenspeed_jax.engine.prompt_logprobs import PromptScores
 from tokenspeed_jax.engine.sampler import highest_logits
 from tokenspeed_jax.engine.sampling_params import MAX_TOP_LOGPROBS
-from tokenspeed_jax.engine.split_model import ModelStructure, Weights
+from tokenspeed_jax.engine.split_model import Weights
+from tokenspeed_jax.engine.weight_store import WeightStore
 
 ROWS_PER_CALL = 128
 """Rows whose logits are held at once: a vocabulary of 256k words takes 128 MiB of them."""
@@ -78,9 +79,8 @@ class PromptScorer:
         late_compile_seconds: time spent compiling outside of the warm-up.
     """
 
-    def __init__(self, structure: ModelStructure, weights: Weights, precision: str | None) -> None:
-        self._structure = structure
-        self._weights = weights
+    def __init__(self, store: WeightStore, precision: str | None) -> None:
+        self._store = store
         self._precision = precision
         self._programs: dict[int, Any] = {}
         self.late_compile_seconds = 0.0
@@ -89,7 +89,7 @@ class PromptScorer:
         """Lowers the program for hidden rows of this shape; the result compiles it, on any thread."""
         rows = jax.ShapeDtypeStruct((min(ROWS_PER_CALL, hidden.shape[0]),), jnp.int32)
         with jax.default_matmul_precision(self._precision):
-            lowered = jax.jit(self._score).lower(self._weights, hidden, rows, rows)
+            lowered = jax.jit(self._score).lower(self._store.arrays, hidden, rows, rows)
 
         def compile_it() -> None:
             self._programs[hidden.shape[0]] = lowered.compile()
@@ -121,7 +121,12 @@ class PromptScorer:
             padded = np.zeros((2, per_call), np.int32)
             padded[0, : len(rows) - begin] = rows[begin : begin + per_call]
             padded[1, : len(rows) - begin] = targets[begin : begin + per_call]
-            packed.append(program(self._weights, hidden, padded[0], padded[1]))
+            try:
+                packed.append(program(self._store.arrays, hidden, padded[0], padded[1]))
+            except RuntimeError:
+                if self._store.missing() is None:
+                    raise
+                return PendingScores()  # the loop ends these requests when it comes to the next step
             packed[-1].copy_to_host_async()
         return PendingScores(spans, tuple(packed))
 
@@ -142,7 +147,7 @@ class PromptScorer:
         rows: Int[Array, " rows"],
         targets: Int[Array, " rows"],
     ) -> Int[Array, "rows columns"]:
-        return score_rows(self._structure.module(weights).logits(hidden[rows]), targets)
+        return score_rows(self._store.structure.module(weights).logits(hidden[rows]), targets)
 
 
 def _spans(built: BuiltBatch) -> tuple[_Span, ...]:

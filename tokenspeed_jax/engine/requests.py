@@ -42,6 +42,7 @@ class SampleState:
         finished: nothing more is delivered; rows still in flight are wasted.
         has_told_prompt: a delta has carried the prompt's log-probabilities.
         scheduled_at: when it was first given a place in a step; None before that.
+        weight_version: of the weights that its newest landed token was drawn with; before that, of its submission.
     """
 
     scheduler_id: str
@@ -55,6 +56,7 @@ class SampleState:
     finished: bool = False
     has_told_prompt: bool = False
     scheduled_at: float | None = None
+    weight_version: int = 0
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
@@ -114,6 +116,7 @@ class SampleState:
             stop_reason=stop_reason,
             scheduled_at=self.scheduled_at,
             prompt_logprobs=self._untold_prompt_logprobs(),
+            weight_version=self.weight_version,
         )
 
     def _untold_prompt_logprobs(self) -> PromptLogprobs | None:

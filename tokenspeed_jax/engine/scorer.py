@@ -6,7 +6,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from tokenspeed_jax.engine.split_model import SplitModel, Weights
+from tokenspeed_jax.engine.split_model import Weights
+from tokenspeed_jax.engine.weight_store import WeightStore
 from tokenspeed_jax.models.plain_step import PlainStep
 
 _SHORTEST = 64
@@ -20,25 +21,28 @@ class Scorer:
     Sequences are padded to the next power of two; each such length compiles once, on first use.
     """
 
-    def __init__(self, model: SplitModel, *, precision: str | None) -> None:
-        self._structure = model.structure
-        self._weights = model.weights
+    def __init__(self, store: WeightStore, *, precision: str | None) -> None:
+        self._store = store
         self._precision = precision
         self._forward = jax.jit(self._score_padded)
 
     def score(self, token_ids: list[int]) -> list[float | None]:
-        """Natural log-probability of each token given those before it; None for the first."""
+        """Natural log-probability of each token given those before it; None for the first.
+
+        Raises:
+            EngineStateError: the engine has no weights now.
+        """
         length = max(_SHORTEST, 1 << (len(token_ids) - 1).bit_length())
         padded = np.zeros(length, np.int32)
         padded[: len(token_ids)] = token_ids
-        with jax.default_matmul_precision(self._precision):
-            values = np.asarray(self._forward(self._weights, padded, np.int32(len(token_ids))))
-        return [None, *values[: len(token_ids) - 1].tolist()]
+        with self._store.borrowed() as weights, jax.default_matmul_precision(self._precision):
+            values = self._forward(weights, padded, np.int32(len(token_ids)))
+        return [None, *np.asarray(values)[: len(token_ids) - 1].tolist()]
 
     def _score_padded(
         self, weights: Weights, token_ids: Int[Array, " tokens"], length: Int[Array, ""]
     ) -> Float[Array, " tokens"]:
-        model = self._structure.module(weights)
+        model = self._store.structure.module(weights)
         positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         segments = (positions >= length).astype(jnp.int32)
         hidden = model(token_ids, positions, PlainStep(segments, positions, num_segments=2))

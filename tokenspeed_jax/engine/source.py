@@ -34,7 +34,8 @@ class ModelSource:
 
     Attributes:
         weight_bytes: device bytes that `build` will add.
-        build: puts the model on the device and returns it.
+        build: puts the model on the device and returns it; may be called once.
+        shares_weights: whether the model's arrays are somebody else's too.
         dtype: compute dtype; keys and values are cached in it too.
     """
 
@@ -45,6 +46,7 @@ class ModelSource:
     build: Callable[[], nnx.Module]
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
+    shares_weights: bool = False
 
     @classmethod
     def of_checkpoint(cls, config: EngineConfig) -> Self:
@@ -87,7 +89,9 @@ class ModelSource:
         if config.dtype not in ("auto", dtype.name):
             raise ConfigError(f"dtype {config.dtype} differs from the model's own {dtype.name}", field="dtype")
         eos = eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
-        return cls(config.model, model.config, dtype, 0, lambda: model, tokenizer, eos)
+        # Handed on rather than kept: once there are other weights, nothing here may keep these alive.
+        handed_on = [model]
+        return cls(config.model, model.config, dtype, 0, handed_on.pop, tokenizer, eos, shares_weights=True)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> TextSource:
         """A fresh incremental detokenizer for one sample."""

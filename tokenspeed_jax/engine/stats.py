@@ -34,7 +34,7 @@ class EngineStats:
         finished: samples ended, by finish reason.
         compilations_after_warmup: programs compiled since the engine was ready; 0 when every shape was warm.
         compile_seconds: time spent compiling, at start (on the wall) and since.
-        arena_bytes: bytes of the cache arena.
+        arena_bytes: bytes of the cache arena, now; 0 while the engine sleeps.
         step_seconds_total: time that steps took, summed over `steps`: from a step's dispatch, or from the landing of
             the step before it if that came later, to its own landing.
         step_seconds, step_tokens: how that time, and the tokens that a step computed, were spread over steps.
@@ -43,6 +43,7 @@ class EngineStats:
         late_steps: steps that were dispatched when the device had run dry, although there was work. What is neither
             of the two was the first step after a time without requests.
         kv_events_dropped: cached pages of which routers were never told, because the publisher was too far behind.
+        weight_version: of the weights that the next step runs with, now.
     """
 
     running: int = 0
@@ -69,6 +70,7 @@ class EngineStats:
     step_tokens: HistogramCounts = _NOTHING
     overlapped_steps: int = 0
     late_steps: int = 0
+    weight_version: int = 0
 
     @property
     def overlap_efficiency(self) -> float:
@@ -148,7 +150,9 @@ class StatsCollector:
         with self._lock:
             self._kv_events_dropped = dropped
 
-    def snapshot(self, *, arena_bytes: int, compilations_after_warmup: int, compile_seconds: float) -> EngineStats:
+    def snapshot(
+        self, *, arena_bytes: int, compilations_after_warmup: int, compile_seconds: float, weight_version: int = 0
+    ) -> EngineStats:
         """The current figures."""
         step_seconds, step_tokens = self._step_seconds.snapshot(), self._step_tokens.snapshot()
         with self._lock:
@@ -178,4 +182,5 @@ class StatsCollector:
                 overlapped_steps=self._counts["overlapped"],
                 late_steps=self._counts["late"],
                 kv_events_dropped=self._kv_events_dropped,
+                weight_version=weight_version,
             )

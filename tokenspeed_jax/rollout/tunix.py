@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]: the extra `tunix`
+    BaseRollout,
+    RolloutConfig,
+    RolloutOutput,
+)
 
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.engine import Engine

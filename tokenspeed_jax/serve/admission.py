@@ -3,7 +3,7 @@ is gone, and what runs can be ended from one place."""
 
 from typing import Protocol
 
-from tokenspeed_jax.serve.errors import ApiError, engine_unavailable, queue_full, server_draining
+from tokenspeed_jax.serve.errors import ApiError, engine_asleep, engine_unavailable, queue_full, server_draining
 from tokenspeed_jax.serve.served_engine import ServedEngine
 
 
@@ -45,13 +45,19 @@ class Admission:
         if self.is_draining:
             raise server_draining()
 
+    def check_ready(self) -> None:
+        """Raises `ApiError` 503 as `check_serving`, and while the engine sleeps."""
+        self.check_serving()
+        if self._engine.is_sleeping:
+            raise engine_asleep()
+
     def check_room(self) -> None:
-        """Raises `ApiError` 503 as `check_serving`, or 429 while the queue is full.
+        """Raises `ApiError` 503 as `check_ready`, or 429 while the queue is full.
 
         One HTTP request may bring many prompts. They come in together, even if that overfills the queue: a batch
         larger than the whole queue could never be let in otherwise.
         """
-        self.check_serving()
+        self.check_ready()
         if self._engine.num_queued_requests >= self._max_queued:
             raise queue_full(self._max_queued)
 

@@ -210,9 +210,9 @@ class ModelServer:
         return _json(self._card())
 
     async def health(self, _request: Request) -> Response:
-        """`GET /health`: 200 while new requests are taken."""
+        """`GET /health`: 200 while the engine is well, asleep or not, and the server does not stop."""
         self._admission.check_serving()
-        return _json({"status": "ok"})
+        return _json({"status": "asleep" if self._engine.is_sleeping else "ok"})
 
     async def metrics(self, _request: Request) -> Response:
         """`GET /metrics`."""

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenspeed_jax.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from tokenspeed_jax.serve.admission import Admission
@@ -19,6 +19,9 @@ from tokenspeed_jax.serve.extension import NO_EXTENSION, Extension
 from tokenspeed_jax.serve.http_server import ENGINE_FAILED, HttpServer
 from tokenspeed_jax.serve.options import DESCRIPTION, PROG, option_name, parse_options
 from tokenspeed_jax.serve.served_engine import ServedEngine
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.engine.engine import Engine
 
 _CLOSE_SECONDS = 20
 """Time for the engine to end its last step."""
@@ -33,7 +36,7 @@ def main(
     argv: Sequence[str] | None = None,
     prog: str = PROG,
     description: str = DESCRIPTION,
-    extend: Callable[[Any, ServerConfig], Extension] | None = None,
+    extend: Callable[["Engine", ServerConfig], Extension] | None = None,
 ) -> int:
     """Runs the server until SIGINT or SIGTERM, or until its engine fails.
 

@@ -13,7 +13,10 @@ _GAUGES = {
     "running": Definition("vllm:num_requests_running", "samples that hold cache blocks"),
     "waiting": Definition("vllm:num_requests_waiting", "samples that wait to be started"),
     "kv_usage": Definition("vllm:kv_cache_usage_perc", "share of the cache that running samples hold, 0 to 1"),
-    "arena_bytes": Definition("tokenspeed:arena_bytes", "bytes of the cache arena"),
+    "arena_bytes": Definition("tokenspeed:arena_bytes", "bytes of the cache arena; 0 while the engine sleeps"),
+    "weight_version": Definition(
+        "tokenspeed:weight_version", "version of the weights that the next step runs with; 0 for the checkpoint's own"
+    ),
     "overlap_efficiency": Definition(
         "tokenspeed:overlap_efficiency",
         "overlapped steps as a share of overlapped and late ones, since the start; 1 when the device never waited",

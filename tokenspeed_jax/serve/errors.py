@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenspeed_jax.errors import EngineStateError, InvalidRequest
+from tokenspeed_jax.errors import InvalidRequest
 
 ANTHROPIC_PATH = "/v1/messages"
 """Under it, errors have Anthropic's form: `{"type": "error", "error": {"type", "message"}}`."""
@@ -107,9 +107,14 @@ def engine_unavailable() -> ApiError:
     )
 
 
-def engine_not_ready(error: EngineStateError) -> ApiError:
-    """503: the engine runs, but was put into a state in which it does not generate."""
-    return ApiError(str(error), status=503, kind="service_unavailable_error", code="engine_not_ready")
+def engine_not_serving(reason: str) -> ApiError:
+    """503: the engine is well, but sleeps or waits for weights."""
+    return ApiError(reason, status=503, kind="service_unavailable_error", code="engine_not_serving")
+
+
+def engine_asleep() -> ApiError:
+    """503: the engine has no cache until somebody wakes it."""
+    return engine_not_serving("the engine is asleep and takes no requests until it is woken")
 
 
 def server_draining() -> ApiError:

@@ -21,7 +21,7 @@ from tokenspeed_jax.serve.errors import (
     ApiError,
     constraint_failed,
     engine_failed,
-    engine_not_ready,
+    engine_not_serving,
     engine_unavailable,
     refusal,
     request_aborted,
@@ -154,7 +154,7 @@ class DeltaBridge:
             raise engine_unavailable() from None
         except EngineStateError as error:
             generation.close()
-            raise engine_not_ready(error) from None
+            raise engine_not_serving(str(error)) from None
         except BaseException:
             generation.close()
             raise

@@ -97,6 +97,8 @@ class ServedStats(Protocol):
     @property
     def late_steps(self) -> int: ...
     @property
+    def weight_version(self) -> int: ...
+    @property
     def overlap_efficiency(self) -> float: ...
 
 
@@ -125,6 +127,9 @@ class ServedEngine(Protocol):
     def is_healthy(self) -> bool: ...
 
     @property
+    def is_sleeping(self) -> bool: ...
+
+    @property
     def num_queued_requests(self) -> int: ...
 
     def submit(
@@ -137,7 +142,7 @@ class ServedEngine(Protocol):
         cache_salt: str | None = None,
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
-        """Queues one prompt; raises `InvalidRequest` or `EngineClosed` and then has changed nothing."""
+        """Queues one prompt; raises `InvalidRequest`, `EngineStateError` or `EngineClosed` and has changed nothing."""
         ...
 
     def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:

@@ -34,7 +34,7 @@ class StatusRoutes:
 
     async def ready(self, _request: Request) -> Response:
         """`GET /ready`: 200 while new requests are taken."""
-        self._admission.check_serving()
+        self._admission.check_ready()
         return _json({"status": "ready"})
 
     async def version(self, _request: Request) -> Response:

@@ -19,7 +19,7 @@ from tokenspeed_jax.weights.checkpoint import Checkpoint, CheckpointConfig
 from tokenspeed_jax.weights.tensor_source import TensorSource
 
 _LISTED = 10
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 def model_of(checkpoint: CheckpointConfig) -> tuple[ModelFamily, ModelConfig]:
@@ -55,7 +55,7 @@ def load_model(checkpoint: Checkpoint, *, dtype: DTypeLike, progress: bool = Tru
     variables = dict(nnx.to_flat_state(state))
     rules = family.weight_map(config)
     _check_rules(rules, variables)
-    ignored = (*family.ignored_tensors(config), *((_HEAD,) if config.tie_word_embeddings else ()))
+    ignored = (*family.ignored_tensors(config), *((HEAD,) if config.tie_word_embeddings else ()))
     _check_tensors(checkpoint, rules, variables, ignored)
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables.values())
     filled = []
@@ -103,7 +103,7 @@ def _check_tensors(
     }
     packed = {name: rule.tensor_dtype for rule in rules for name in rule.tensors if rule.tensor_dtype is not None}
     missing = [name for name in needed if name not in present]
-    extra = sorted(name for name in present - needed.keys() if not _ignorable(name, ignored))
+    extra = sorted(name for name in present - needed.keys() if not is_ignorable(name, ignored))
     misshapen = [
         f"{name} {tuple(tensors.shape(name))} where {shape} is expected"
         for name, shape in needed.items()
@@ -134,6 +134,6 @@ def _check_tensors(
         raise CheckpointError(f"{checkpoint.name}: tensors do not fit the configuration: {'; '.join(problems)}")
 
 
-def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
+def is_ignorable(name: str, ignored: tuple[str, ...]) -> bool:
     """Tensors that need no home: those, and rotary frequencies, which some exporters add and are computed here."""
     return name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)
