@@ -174,7 +174,9 @@ class TokenSpeedRollout(BaseRollout):
         model of Tunix's, as with Tunix's other engines."""
         if self._template is None:
             return None
-        return with_own_variables(self._template, self.engine.export_weights("nnx"))
+        parameters = self.engine.export_weights("nnx")
+        assert isinstance(parameters, nnx.State)
+        return with_own_variables(self._template, parameters)
 
     def close(self) -> None:
         """Ends the engine and frees its memory."""
