@@ -13,7 +13,7 @@ from tokenspeed_jax.cache.arena import CacheArena
 from tokenspeed_jax.cache.binding import LayerBinding, bind_cache_groups
 from tokenspeed_jax.cache.bridge import scheduler_config
 from tokenspeed_jax.cache.router import CacheGroupRouter
-from tokenspeed_jax.engine.batch import BatchBuilder
+from tokenspeed_jax.engine.batch import BatchBuilder, BatchLayout
 from tokenspeed_jax.engine.buckets import BucketTable
 from tokenspeed_jax.engine.cache_sizing import CacheSizing, scheduler_limits
 from tokenspeed_jax.engine.compilation_cache import use_compilation_cache
@@ -108,10 +108,8 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
     programs = StepPrograms(step_model, store, state, limits.max_model_len)
     buckets = _buckets(limits, device)
     builder = BatchBuilder(buckets, step_model.router)
-    planning, from_cache = laps.lap(), 0
-    if config.warmup:
-        layouts = [builder.layout(bucket) for bucket in buckets.all()]
-        from_cache = programs.warm_up(layouts, progress=not config.disable_progress_bars)
+    planning = laps.lap()
+    from_cache = _warm_up(config, programs, [builder.layout(bucket) for bucket in buckets.all()])
     start = StartReport(loading, planning, laps.lap(), programs.compilations, from_cache)
     report = _report(programs, setup, planner.sizing.groups(limits, setup), device)
     for line in (*report.lines(), *start.lines()):
@@ -121,13 +119,7 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         prefix_caching=config.enable_prefix_caching,
         groups=[spec.group_id for spec in setup.specs],
     )
-    settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
-    settings.enable_kv_cache_events = publisher is not None
-    scheduler = scheduling.Scheduler(settings)
-    events = None
-    if publisher is not None:
-        publisher.start(arena.contract.group_specs)
-        events = KVEventFeed(scheduler, publisher)
+    scheduler, events = _scheduler(config, limits, arena, publisher)
     loop = StepLoop(
         scheduler,
         programs,
@@ -138,20 +130,39 @@ def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublis
         kv_events=events,
         masks=_mask_builder(source, limits) if grammars.are_served else None,
     )
+    lifecycle = Lifecycle(loop, store, arena, device)
     return Assembly(
         source=source,
         limits=limits,
         programs=programs,
         loop=loop,
         stats=stats,
-        lifecycle=Lifecycle(loop, store, arena, device),
-        intake=RequestIntake(loop, store, limits, source, grammars, seed=config.seed),
+        lifecycle=lifecycle,
+        intake=RequestIntake(loop, lifecycle, store, limits, source, grammars, seed=config.seed),
         scorer=Scorer(store, precision=step_model.precision),
         grammars=grammars,
         report=report,
         start=start,
         publisher=publisher,
     )
+
+
+def _warm_up(config: EngineConfig, programs: StepPrograms, layouts: list[BatchLayout]) -> int:
+    """Compiles all steps, unless that is to wait; how many came from the compilation cache."""
+    return programs.warm_up(layouts, progress=not config.disable_progress_bars) if config.warmup else 0
+
+
+def _scheduler(
+    config: EngineConfig, limits: EngineLimits, arena: CacheArena, publisher: "EventPublisher | None"
+) -> tuple[scheduling.Scheduler, KVEventFeed | None]:
+    """The scheduler, and what hands its events to the publisher."""
+    settings = scheduler_config(arena.contract, scheduler_limits(config, limits), enable_mixed_prefill_decode=True)
+    settings.enable_kv_cache_events = publisher is not None
+    scheduler = scheduling.Scheduler(settings)
+    if publisher is None:
+        return scheduler, None
+    publisher.start(arena.contract.group_specs)
+    return scheduler, KVEventFeed(scheduler, publisher)
 
 
 def _mask_builder(source: ModelSource, limits: EngineLimits) -> MaskBuilder | None:

@@ -191,7 +191,7 @@ class StepLoop:
 
     def _take_commands(self) -> bool:
         """Runs the inbox, waiting for it while idle. False when the loop has to end."""
-        while self._inbox.wait(self._has_work, self._note_idle):
+        while self._inbox.wait(lambda: self._has_work() or self._change is not None, self._note_idle):
             self._obey_commands()
             if self._has_work():
                 return True

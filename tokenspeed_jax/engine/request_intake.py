@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.grammar_compiler import Grammars
+from tokenspeed_jax.engine.lifecycle import Lifecycle
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
 from tokenspeed_jax.engine.outputs import RequestDelta
@@ -33,6 +34,7 @@ class RequestIntake:
     def __init__(
         self,
         loop: StepLoop,
+        lifecycle: Lifecycle,
         store: WeightStore,
         limits: EngineLimits,
         source: ModelSource,
@@ -41,6 +43,7 @@ class RequestIntake:
         seed: int,
     ) -> None:
         self._loop = loop
+        self._lifecycle = lifecycle
         self._store = store
         self._limits = limits
         self._source = source
@@ -86,6 +89,7 @@ class RequestIntake:
     ) -> str:
         """Checks a request, hands it to the loop and returns its id; see `Engine.submit`."""
         max_tokens, grammar = self.check(prompt, params)
+        self._lifecycle.check_awake()
         self._store.check_present()
         serial = next(self._serial)
         request = RequestState(
