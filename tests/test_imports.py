@@ -17,6 +17,7 @@ ABSENT = (
     "opentelemetry",
     "openai",
     "anthropic",
+    "tunix",
 )
 
 PROGRAM = """
@@ -37,7 +38,7 @@ options = dict(max_model_len=128, kv_cache_memory_bytes=1 << 22, warmup=False, d
 with Engine(EngineConfig(model={model!r}, dtype="float32", **options)) as engine:
     output = engine.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))[0]
 assert len(output.samples[0].token_ids) == 3
-assert not {{"tokenspeed_jax.options", "tokenspeed_jax.commands"}} & set(sys.modules)
+assert not {{"tokenspeed_jax.options", "tokenspeed_jax.commands", "tokenspeed_jax.rollout"}} & set(sys.modules)
 """
 
 
@@ -58,10 +59,10 @@ def test_importing_every_module_never_imports_torch(tmp_path: Path) -> None:
     run(
         "import importlib, importlib.util, pkgutil, sys, tokenspeed_jax\n"
         # Modules of this name need the package of this name, which an extra brings.
-        "optional = () if importlib.util.find_spec('triton') else ('.triton',)\n"
+        "optional = tuple(f'.{name}' for name in ('triton', 'tunix') if not importlib.util.find_spec(name))\n"
         "names = [m.name for m in pkgutil.walk_packages(tokenspeed_jax.__path__, 'tokenspeed_jax.')]\n"
         "assert {'tokenspeed_jax.recipes.plan', 'tokenspeed_jax.models.llama', 'tokenspeed_jax.serve.app',\n"
-        "        'tokenspeed_jax.pallas_kernels.pages'} <= set(names), names\n"
+        "        'tokenspeed_jax.rollout.server', 'tokenspeed_jax.pallas_kernels.pages'} <= set(names), names\n"
         "[importlib.import_module(name) for name in names if not name.endswith(('__main__', *optional))]\n"
         "assert 'torch' not in sys.modules\n",
         tmp_path,

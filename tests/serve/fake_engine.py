@@ -152,6 +152,7 @@ class FakeEngine:
         cache_is_free: what `flush_cache` returns.
         profiles: what was asked of the profiler, in order.
         num_queued_requests: what it says of its queue; it has none, everything runs at once.
+        weight_version: what its deltas carry.
         looks: the answers to `activity`, which are given at once unless the engine `is_stuck`.
     """
 
@@ -188,6 +189,7 @@ class FakeEngine:
         self.profiles: list[str] = []
         self.looks: list[Future[Activity]] = []
         self.is_stuck = False
+        self.weight_version = 7
         self._finished: Counter[str] = Counter()
         self._samples: list[FakeSample] = []
         self._tokens = 0
@@ -373,6 +375,6 @@ class FakeEngine:
                 if tells_prompt
                 else None,
                 scheduled_at=sample.scheduled_at,
-                weight_version=7,
+                weight_version=self.weight_version,
             )
         )

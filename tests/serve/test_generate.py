@@ -136,6 +136,7 @@ def test_chunks_hold_all_so_far_and_the_last_one_is_the_whole_reply(client: Test
         assert TEXT.startswith(chunk["text"])
         assert chunk["output_ids"] == whole["output_ids"][: chunk["meta_info"]["completion_tokens"]]
         assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
+        assert len(chunk["meta_info"]["output_weight_versions"]) == len(chunk["output_ids"])
         assert (chunk["meta_info"]["finish_reason"] is None) == (chunk is not chunks[-1])
 
 
@@ -147,7 +148,7 @@ def test_incremental_chunks_join_to_the_whole_reply(engine: FakeEngine) -> None:
         *chunks, _ = events(client, PATH, body)
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     assert joined(chunk["output_ids"] for chunk in chunks) == whole["output_ids"]
-    for name in ("output_token_logprobs", "output_top_logprobs"):
+    for name in ("output_token_logprobs", "output_top_logprobs", "output_weight_versions"):
         assert joined(chunk["meta_info"][name] for chunk in chunks) == whole["meta_info"][name]
     last = chunks[-1]["meta_info"]
     assert last["finish_reason"] == whole["meta_info"]["finish_reason"]

@@ -1,7 +1,7 @@
 """Who may ask for what: keys come in headers and are compared in constant time."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,14 +12,16 @@ from tokenspeed_jax.serve.status_page.assets import PAGE_PATHS
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | PAGE_PATHS
 """Paths that probes and scrapers read without a key, and the page that asks for it."""
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
-"""Paths that take the admin key, not the API key, and are there only if one is configured."""
+"""Paths that take the admin key, not the API key, and are there only if one is configured; those of an `Extension`
+come on top."""
 
 
 class AccessCheck:
     """Middleware: 401 unless a request brings the key that its path needs."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, admin_paths: Collection[str] = ADMIN_PATHS) -> None:
         self._app = app
+        self._admin_paths = admin_paths
         self._api_key = config.api_key
         self._admin_key = config.admin_api_key
 
@@ -36,7 +38,7 @@ class AccessCheck:
         given = [headers.get(b"authorization", b"")]
         if speaks_anthropic(path):  # whose clients send the bare key, or either
             given.append(b"Bearer " + headers.get(b"x-api-key", b""))
-        if path in ADMIN_PATHS:
+        if path in self._admin_paths:
             if self._admin_key is None:
                 raise ApiError(
                     f"{path} is turned off; start the server with --admin-api-key KEY to have it",

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokenspeed_jax.errors import EngineClosed, ProfilerError
+from tokenspeed_jax.errors import EngineClosed, EngineStateError, ProfilerError
 from tokenspeed_jax.serve.bodies import parse_body, read_body
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.errors import ApiError, engine_unavailable
@@ -54,12 +54,12 @@ class AdminRoutes:
         if bool(body.rid) == bool(body.abort_all):
             raise ApiError("send either rid or abort_all = true", param="rid", code="invalid_value")
         num_aborted = self._bridge.abort(body.rid) if body.rid else self._bridge.abort_all()
-        return _done("abort_request", num_aborted=num_aborted)
+        return done("abort_request", num_aborted=num_aborted)
 
     async def flush_cache(self, request: Request) -> Response:
         """`POST /flush_cache`: empties the prefix cache; 409 while requests hold blocks of it."""
         await self._body(request, NoFields)
-        if not await _in_thread(self._engine.flush_cache):
+        if not await in_thread(self._engine.flush_cache):
             stats = self._engine.stats()
             raise ApiError(
                 f"the prefix cache is in use and was left as it is: {stats.running} samples run and {stats.waiting} "
@@ -67,7 +67,7 @@ class AdminRoutes:
                 status=409,
                 code="cache_in_use",
             )
-        return _done("flush_cache")
+        return done("flush_cache")
 
     async def start_profile(self, request: Request) -> Response:
         """`POST /start_profile`: begins a trace; 409 while one runs."""
@@ -79,29 +79,37 @@ class AdminRoutes:
                 status=404,
                 code="profiler_disabled",
             )
-        await _in_thread(self._engine.start_profile, folder)
-        return _done("start_profile", profiler_dir=folder)
+        await in_thread(self._engine.start_profile, folder)
+        return done("start_profile", profiler_dir=folder)
 
     async def stop_profile(self, request: Request) -> Response:
         """`POST /stop_profile`: ends the trace and writes it; 409 when none runs."""
         await self._body(request, NoFields)
-        await _in_thread(self._engine.stop_profile)
-        return _done("stop_profile", profiler_dir=self._config.profiler_dir)
+        await in_thread(self._engine.stop_profile)
+        return done("stop_profile", profiler_dir=self._config.profiler_dir)
 
     async def _body[T](self, request: Request, kind: type[T]) -> T:
-        return parse_body(await read_body(request, self._config.max_body_bytes) or b"{}", kind)
+        return await admin_body(request, self._config, kind)
 
 
-async def _in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
+async def admin_body[T](request: Request, config: ServerConfig, kind: type[T]) -> T:
+    """The body of an admin route's request; where it is missing, one without fields."""
+    return parse_body(await read_body(request, config.max_body_bytes) or b"{}", kind)
+
+
+async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
     """Calls what may wait for the engine without holding up the event loop."""
     try:
         return await run_in_threadpool(function, *arguments)
     except EngineClosed:
         raise engine_unavailable() from None
+    except EngineStateError as error:
+        raise ApiError(str(error), status=409, code="engine_state") from None
     except ProfilerError as error:
         raise ApiError(str(error), status=409, code="profiler_error") from None
 
 
-def _done(route: str, **details: Any) -> Response:
+def done(route: str, **details: Any) -> Response:
+    """The reply of an admin route that did what it was asked for, and a line in the log."""
     _LOG.info("/%s: done%s", route, "".join(f", {name} {value}" for name, value in details.items()))
     return Response(msgspec.json.encode({"success": True, **details}), media_type="application/json")

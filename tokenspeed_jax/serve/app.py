@@ -21,7 +21,7 @@ from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
 from tokenspeed_jax.errors import InvalidRequest
-from tokenspeed_jax.serve.access import AccessCheck
+from tokenspeed_jax.serve.access import ADMIN_PATHS, AccessCheck
 from tokenspeed_jax.serve.admin import AdminRoutes
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.bodies import parse_body, read_body
@@ -34,6 +34,7 @@ from tokenspeed_jax.serve.errors import (
     on_unexpected_error,
     refusal,
 )
+from tokenspeed_jax.serve.extension import NO_EXTENSION, Extension
 from tokenspeed_jax.serve.generation import DeltaBridge, Generation
 from tokenspeed_jax.serve.metrics import ServerMetrics
 from tokenspeed_jax.serve.openapi import OpenApiRoute
@@ -71,16 +72,26 @@ _BRIEF_SECONDS = 0.003
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(engine: ServedEngine, config: ServerConfig, admission: Admission | None = None) -> Starlette:
+def create_app(
+    engine: ServedEngine,
+    config: ServerConfig,
+    admission: Admission | None = None,
+    extension: Extension = NO_EXTENSION,
+) -> Starlette:
     """The ASGI application that serves `engine`; its lifespan must run (uvicorn sees to it).
 
     Args:
         admission: for those who end the server from outside; left out, the application makes its own.
+        extension: what is served beside the server's own routes.
     """
-    server = ModelServer(engine, config, admission or Admission(engine, config.max_queued_requests))
+    admission = admission or Admission(engine, config.max_queued_requests)
+    server = ModelServer(engine, config, admission, extension)
     app = Starlette(
         routes=server.routes(),
-        middleware=[*_cross_origin(config), Middleware(AccessCheck, config=config)],
+        middleware=[
+            *_cross_origin(config),
+            Middleware(AccessCheck, config=config, admin_paths=ADMIN_PATHS | extension.paths),
+        ],
         lifespan=lambda _app: server.running(),
         exception_handlers={
             ApiError: on_api_error,
@@ -110,10 +121,11 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
 class ModelServer:
     """The handlers of one engine's routes."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig, admission: Admission) -> None:
+    def __init__(self, engine: ServedEngine, config: ServerConfig, admission: Admission, extension: Extension) -> None:
         self._engine = engine
         self._config = config
         self._admission = admission
+        self._extension = extension
         self._name = config.served_model_name or engine.model_name
         self._created = int(time.time())
         self._names = TokenNames(engine.tokenizer)
@@ -133,7 +145,7 @@ class ModelServer:
     def routes(self) -> list[Route]:
         """Every route of the server."""
         routes = self._served_routes()
-        return [*routes, *OpenApiRoute(routes).routes()]
+        return [*routes, *OpenApiRoute(routes, self._extension).routes()]
 
     def _served_routes(self) -> list[Route]:
         return [
@@ -151,6 +163,7 @@ class ModelServer:
             Route("/metrics", self.metrics, methods=["GET"]),
             *StatusRoutes(self._engine, self._config, self._admission, self._name).routes(),
             *AdminRoutes(self._engine, self._config, self.bridge).routes(),
+            *self._extension.routes,
             *(self._page.routes() if self._page else ()),
         ]
 

@@ -77,11 +77,12 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
     return convert_object(raw, kind)
 
 
-def convert_object[T](raw: Mapping[str, Any], kind: type[T], prefix: str = "") -> T:
+def convert_object[T](raw: Mapping[str, Any], kind: type[T], prefix: str = "", *, strict: bool = True) -> T:
     """A decoded JSON object as a `kind`.
 
     Args:
         prefix: what the names of its fields begin with in errors, such as `sampling_params.`.
+        strict: False where values are the text of a query, and "2" is a number.
 
     Raises:
         ApiError: as for `parse_body`.
@@ -89,7 +90,7 @@ def convert_object[T](raw: Mapping[str, Any], kind: type[T], prefix: str = "") -
     raw = dict(raw)
     _drop_neutral(raw, getattr(kind, "neutral_fields", {}), prefix)
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _named(str(error), prefix) from None
 

@@ -7,17 +7,21 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from tokenspeed_jax.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from tokenspeed_jax.serve.admission import Admission
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
 from tokenspeed_jax.serve.connections import raise_file_limit
+from tokenspeed_jax.serve.extension import NO_EXTENSION, Extension
 from tokenspeed_jax.serve.http_server import ENGINE_FAILED, HttpServer
-from tokenspeed_jax.serve.options import PROG, option_name, parse_options
+from tokenspeed_jax.serve.options import DESCRIPTION, PROG, option_name, parse_options
 from tokenspeed_jax.serve.served_engine import ServedEngine
+
+if TYPE_CHECKING:
+    from tokenspeed_jax.engine.engine import Engine
 
 _CLOSE_SECONDS = 20
 """Time for the engine to end its last step."""
@@ -28,18 +32,25 @@ class ListenError(Exception):
     """The server cannot listen where it was told to; the message says why and what to change."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    prog: str = PROG,
+    description: str = DESCRIPTION,
+    extend: Callable[["Engine", ServerConfig], Extension] | None = None,
+) -> int:
     """Runs the server until SIGINT or SIGTERM, or until its engine fails.
 
     Args:
         argv: the options (default: the process's own).
         prog: how the command is called, for the help.
+        description: what the command is for, for the help.
+        extend: makes, of the engine that was started, what is served beside the server's own routes.
 
     Returns:
         The exit code: 0 after a signal; 1 when the port is taken or the checkpoint cannot be used; 2 for an option
         that is wrong or does not fit the checkpoint or the machine; `ENGINE_FAILED` after a failed step.
     """
-    engine_config, config = parse_options(argv, prog)
+    engine_config, config = parse_options(argv, prog, description)
     # Only our own messages go down to the chosen level; libraries speak up from warnings on.
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenspeed_jax").setLevel(config.log_level.upper())
@@ -56,7 +67,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         try:
             engine = Engine(engine_config)
             try:
-                return serve(engine, config, listener)
+                return serve(engine, config, listener, extend(engine, config) if extend else NO_EXTENSION)
             finally:
                 close(engine)
         except ConfigError as error:
@@ -100,7 +111,9 @@ def _cannot_listen(config: ServerConfig, error: OSError) -> ListenError:
     return ListenError(f"--port {config.port}: cannot listen on {config.host}: {reason}; choose another port or host")
 
 
-def serve(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -> int:
+def serve(
+    engine: ServedEngine, config: ServerConfig, listener: socket.socket, extension: Extension = NO_EXTENSION
+) -> int:
     """Serves until a signal, after which running requests have `drain_timeout` to finish, or until the engine fails.
 
     Returns:
@@ -111,7 +124,7 @@ def serve(engine: ServedEngine, config: ServerConfig, listener: socket.socket) -
     """
     raise_file_limit(config.max_connections)
     admission = Admission(engine, config.max_queued_requests)
-    app = create_app(engine, config, admission)
+    app = create_app(engine, config, admission, extension)
     server = HttpServer(app, config, admission, announcement(engine, config, listener))
     try:
         server.run(sockets=[listener])

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from tokenspeed_jax import __version__
 from tokenspeed_jax.serve.access import ADMIN_PATHS, OPEN_PATHS
 from tokenspeed_jax.serve.admin import AbortRequest, NoFields
 from tokenspeed_jax.serve.errors import speaks_anthropic
+from tokenspeed_jax.serve.extension import NO_EXTENSION, Extension
 from tokenspeed_jax.serve.protocol.chat import ChatRequest
 from tokenspeed_jax.serve.protocol.completions import CompletionRequest
 from tokenspeed_jax.serve.protocol.generate import GenerateRequest, GenerateSampling
@@ -37,7 +39,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/start_profile": NoFields,
     "/stop_profile": NoFields,
 }
-"""What each `POST` takes; a route that is missing here fails the start."""
+"""What each `POST` of the server's own takes; a route that is missing here fails the start."""
 
 _REFERENCE = "#/components/schemas/{name}"
 _NEUTRAL = {"description": "Not served: accepted while its value asks for nothing, such as null."}
@@ -92,11 +94,11 @@ class OpenApiRoute:
     """The description of a server's routes, and the route that serves it.
 
     Args:
-        routes: every other route of the server.
+        routes: every other route of the server, those of the extension among them.
     """
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self.document = msgspec.json.encode(describe([*routes, *self.routes()]))
+    def __init__(self, routes: Sequence[Route], extension: Extension = NO_EXTENSION) -> None:
+        self.document = msgspec.json.encode(describe([*routes, *self.routes()], extension))
 
     def routes(self) -> list[Route]:
         """The route."""
@@ -107,25 +109,26 @@ class OpenApiRoute:
         return Response(self.document, media_type="application/json")
 
 
-def describe(routes: Sequence[Route]) -> dict[str, Any]:
+def describe(routes: Sequence[Route], extension: Extension = NO_EXTENSION) -> dict[str, Any]:
     """The OpenAPI document of these routes, those of the status page's files excepted.
 
     Raises:
-        KeyError: a `POST` whose body is not in `BODIES`.
+        KeyError: a `POST` whose body is neither in `BODIES` nor in the extension's.
     """
+    surface = _Surface({**BODIES, **extension.bodies}, ADMIN_PATHS | extension.paths)
     paths: dict[str, Any] = {}
     for route in routes:
         if route.path in PAGE_PATHS:
             continue
         path = route.path.replace(":path}", "}")
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method)
+            paths.setdefault(path, {})[method.lower()] = surface.operation(route, path, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "TokenSpeed-JAX", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(surface.bodies),
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer", "description": "The key of --api-key, if one is set."},
                 "adminKey": {"type": "http", "scheme": "bearer", "description": "The key of --admin-api-key."},
@@ -134,53 +137,67 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
-    operation: dict[str, Any] = {
-        "summary": (inspect.getdoc(route.endpoint) or "").split("\n\n", maxsplit=1)[0].replace("\n", " "),
-        "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
-        "responses": _responses(path, method),
-    }
-    if "{name}" in path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if path == "/status":
-        since = {"name": "since", "in": "query", "schema": {"type": "integer", "minimum": 0}}
-        operation["parameters"] = [since]
-    if method == "POST":
-        schema = {"$ref": _REFERENCE.format(name=BODIES[path].__name__)}
-        required = BODIES[path] is not NoFields
-        operation["requestBody"] = {"required": required, "content": {"application/json": {"schema": schema}}}
-    if path in ADMIN_PATHS:
-        operation["security"] = [{"adminKey": []}]
-    elif path not in OPEN_PATHS:
-        operation["security"] = [{}, {"apiKey": []}]
-    return operation
+@dataclass(frozen=True)
+class _Surface:
+    """What must be known of all routes to describe one."""
+
+    bodies: Mapping[str, type[msgspec.Struct]]
+    admin_paths: frozenset[str]
+
+    def operation(self, route: Route, path: str, method: str) -> dict[str, Any]:
+        operation: dict[str, Any] = {
+            "summary": (inspect.getdoc(route.endpoint) or "").split("\n\n", maxsplit=1)[0].replace("\n", " "),
+            "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
+            "responses": self._responses(path, method),
+        }
+        if "{name}" in path:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if path == "/status":
+            since = {"name": "since", "in": "query", "schema": {"type": "integer", "minimum": 0}}
+            operation["parameters"] = [since]
+        if method == "POST":
+            body = self.bodies[path]
+            schema = {"$ref": _REFERENCE.format(name=body.__name__)}
+            required = body is not NoFields
+            operation["requestBody"] = {"required": required, "content": {"application/json": {"schema": schema}}}
+        if path in self.admin_paths:
+            operation["security"] = [{"adminKey": []}]
+        elif path not in OPEN_PATHS:
+            operation["security"] = [{}, {"apiKey": []}]
+        return operation
+
+    def _responses(self, path: str, method: str) -> dict[str, Any]:
+        if method == "GET":
+            statuses = self._of_get(path)
+        elif path in self.admin_paths:
+            statuses = _ADMIN
+        else:
+            statuses = _GENERATION if self._streams(path) else _BODY
+        error = "AnthropicError" if speaks_anthropic(path) else "Error"
+        content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=error)}}}
+        failures = {str(status): {"description": _ERRORS[status], "content": content} for status in sorted(statuses)}
+        return {"200": {"description": "The reply.", "content": self._success(path, method)}} | failures
+
+    def _of_get(self, path: str) -> tuple[int, ...]:
+        if path in OPEN_PATHS:
+            return _PROBE
+        return (*_GET, 404) if "{" in path or path in self.admin_paths else (*_GET, 400)
+
+    def _success(self, path: str, method: str) -> dict[str, Any]:
+        if path == "/metrics":
+            return {"text/plain": {"schema": {"type": "string"}}}
+        # Of several prompts or samples, SGLang's form is a list.
+        content: dict[str, Any] = {"application/json": {"schema": {"type": ["object", "array"]}}}
+        if method == "POST" and self._streams(path):
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        return content
+
+    def _streams(self, path: str) -> bool:
+        return hasattr(self.bodies[path], "stream")
 
 
-def _responses(path: str, method: str) -> dict[str, Any]:
-    if method == "GET":
-        statuses = _PROBE if path in OPEN_PATHS else (*_GET, 404) if "{" in path else (*_GET, 400)
-    elif path in ADMIN_PATHS:
-        statuses = _ADMIN
-    else:
-        statuses = _GENERATION if hasattr(BODIES[path], "stream") else _BODY
-    error = "AnthropicError" if speaks_anthropic(path) else "Error"
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=error)}}}
-    failures = {str(status): {"description": _ERRORS[status], "content": content} for status in sorted(statuses)}
-    return {"200": {"description": "The reply.", "content": _success(path, method)}} | failures
-
-
-def _success(path: str, method: str) -> dict[str, Any]:
-    if path == "/metrics":
-        return {"text/plain": {"schema": {"type": "string"}}}
-    # Of several prompts or samples, SGLang's form is a list.
-    content: dict[str, Any] = {"application/json": {"schema": {"type": ["object", "array"]}}}
-    if method == "POST" and hasattr(BODIES[path], "stream"):
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    return content
-
-
-def _schemas() -> dict[str, Any]:
-    kinds = [*dict.fromkeys(BODIES.values()), GenerateSampling]
+def _schemas(bodies: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    kinds = [*dict.fromkeys(bodies.values()), GenerateSampling]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     for kind in kinds:
         properties = schemas[kind.__name__].setdefault("properties", {})

@@ -84,6 +84,28 @@ def open_checkpoint(model: str, *, revision: str | None = None, progress: bool =
     return open_gguf(path, model)
 
 
+def open_weights(folder: str, config: CheckpointConfig) -> Checkpoint:
+    """Opens the safetensors files of a folder as weights of a model that is known already, as a trainer writes them.
+
+    Args:
+        config: of the model. The folder's own `config.json` is not looked at, nor is anything else but the tensors.
+
+    Raises:
+        CheckpointError: no such folder, no safetensors files in it, or malformed ones; the message names them.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    files = weight_files(path)
+    if not files:
+        raise CheckpointError(f"folder {folder} lacks {SINGLE_FILE} (or {INDEX_FILE} and its files)")
+
+    def make_tokenizer() -> "Tokenizer":
+        raise CheckpointError(f"{folder} was opened for its weights alone")
+
+    return Checkpoint(folder, config.hf_config, {}, SafetensorsSource(files), make_tokenizer)
+
+
 def open_config(model: str, *, revision: str | None = None, progress: bool = True) -> CheckpointConfig:
     """Reads a checkpoint's configuration alone: of a hub id, nothing but `config.json` is fetched.
 

@@ -208,6 +208,7 @@ class _Part:
     logprobs: list[list[Any]] = field(default_factory=list)
     sampling_logprobs: list[list[Any]] = field(default_factory=list)
     top_logprobs: list[list[list[Any]]] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
 
 
 class GenerateReply(ChunkedReply):
@@ -257,6 +258,7 @@ class GenerateReply(ChunkedReply):
         part.text += source.text
         part.output_ids += source.token_ids
         if self._params.logprobs:
+            part.weight_versions += _weight_versions(source)
             part.logprobs += self._entries(zip(source.token_ids, source.logprobs or [], strict=True))
             part.sampling_logprobs += self._entries(zip(source.token_ids, source.sampling_logprobs or [], strict=True))
         if self._params.top_logprobs:
@@ -297,6 +299,7 @@ class GenerateReply(ChunkedReply):
         if self._params.logprobs:
             meta["output_token_logprobs"] = part.logprobs
             meta["output_token_sampling_logprobs"] = part.sampling_logprobs
+            meta["output_weight_versions"] = part.weight_versions
         if self._params.top_logprobs:
             meta["output_top_logprobs"] = part.top_logprobs
         return {"text": part.text, "output_ids": part.output_ids, "meta_info": meta}
@@ -305,6 +308,11 @@ class GenerateReply(ChunkedReply):
         """The id of the choice's prompt, by which `/abort_request` finds it."""
         prompt_index = choice.index // self._params.n
         return f"{self._head.reply_id}-{prompt_index}" if self._has_many_prompts else self._head.reply_id
+
+
+def _weight_versions(source: Choice | RequestDelta) -> list[int]:
+    """The version of each token's weights."""
+    return source.weight_versions if isinstance(source, Choice) else [source.weight_version] * len(source.token_ids)
 
 
 def _finish_reason(choice: Choice, token_ids: Sequence[int]) -> dict[str, Any] | None:

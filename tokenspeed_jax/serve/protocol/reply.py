@@ -14,6 +14,7 @@ class Choice:
     Attributes:
         index: `prompt index * n + sample index`, OpenAI's order.
         keeps_output: False in a stream, where only counts are needed after a delta was sent.
+        weight_version: of the weights that the last token was drawn with; `weight_versions` has each token's.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_version: int = 0
+    weight_versions: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -45,6 +47,7 @@ class Choice:
         self.stop_reason = delta.stop_reason
         self.weight_version = delta.weight_version
         if self.keeps_output:
+            self.weight_versions += [delta.weight_version] * len(delta.token_ids)
             self.token_ids += delta.token_ids
             self.text_parts.append(delta.text)
             self.logprobs += delta.logprobs or []
