@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, overload
 
 from flax import nnx
 from tqdm import tqdm
@@ -16,6 +16,7 @@ from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.device_memory import explained
+from tokenspeed_jax.engine.given_tokens import GivenTokens, ScoreMethod
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
@@ -270,19 +271,30 @@ class Engine:
         if self.is_healthy:
             self._loop.abort(request_id)
 
-    def score(self, token_ids: Sequence[int]) -> list[float | None]:
-        """Log-probability of each token given those before it, by one forward pass without a cache.
+    @overload
+    def score(self, prompts: Sequence[int], *, method: ScoreMethod = "plain") -> list[float | None]: ...
+    @overload
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], *, method: ScoreMethod = "plain"
+    ) -> list[list[float]]: ...
+    def score(self, prompts: Any, completions: Any = None, *, method: ScoreMethod = "plain") -> Any:
+        """Natural log-probability under the model of each token of each completion, given all before it.
 
-        Returns:
-            One natural log-probability per token; None for the first, which has nothing before it.
+        Args:
+            prompts: one per completion; without completions, the ids of one sequence, which is scored from its second
+                token on, with None for the first.
+            completions: token ids.
+            method: "plain", forward passes without a cache on this thread, or "paged", the steps that prefill prompts
+                (where a sequence may have one token less than `max_model_len`).
 
         Raises:
-            InvalidRequest: no tokens, more than `max_model_len`, or ids outside the vocabulary.
+            InvalidRequest: see `GivenTokens.of`.
+            EngineClosed: the engine is closed, or ends meanwhile.
         """
-        check_tokens(token_ids, self._assembly.limits)
+        given = GivenTokens.of(prompts, completions, method, self._assembly.source.tokenizer, self._assembly.limits)
         if not self.is_healthy:
             raise EngineClosed("the engine is closed")
-        return self._assembly.scorer.score(list(token_ids))
+        return given.scored_by(self._assembly.scorer.score, self.generate)
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache between two steps, and waits for that.
