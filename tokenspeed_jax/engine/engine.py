@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self
 
 from flax import nnx
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.device_memory import explained
-from tokenspeed_jax.engine.given_tokens import GivenTokens, ScoreMethod
+from tokenspeed_jax.engine.given_tokens import GivenCompletions, GivenTokens, ScoreMethod
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
@@ -271,21 +271,18 @@ class Engine:
         if self.is_healthy:
             self._loop.abort(request_id)
 
-    @overload
-    def score(self, prompts: Sequence[int], *, method: ScoreMethod = "plain") -> list[float | None]: ...
-    @overload
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], *, method: ScoreMethod = "plain"
-    ) -> list[list[float]]: ...
-    def score(self, prompts: Any, completions: Any = None, *, method: ScoreMethod = "plain") -> Any:
+        self, prompts: Prompt | Sequence[Prompt], completions: GivenCompletions = None, *, method: ScoreMethod = "plain"
+    ) -> Any:
         """Natural log-probability under the model of each token of each completion, given all before it.
 
         Args:
-            prompts: one per completion; without completions, the ids of one sequence, which is scored from its second
-                token on, with None for the first.
+            prompts: one per completion; without completions, the ids of one sequence, whose first token gets None.
             completions: token ids.
-            method: "plain", forward passes without a cache on this thread, or "paged", the steps that prefill prompts
-                (where a sequence may have one token less than `max_model_len`).
+            method: "plain", forward passes without a cache on this thread, or "paged", the steps that prefill prompts.
+
+        Returns:
+            A `list[list[float]]`, one list per completion; of one sequence a `list[float | None]`.
 
         Raises:
             InvalidRequest: see `GivenTokens.of`.

@@ -15,6 +15,9 @@ from tokenspeed_jax.text import Tokenizer
 ScoreMethod = Literal["plain", "paged"]
 """`plain`: a forward pass without a cache. `paged`: the steps that prefill prompts."""
 
+GivenCompletions = Sequence[Sequence[int]] | None
+"""Token ids behind each prompt; None where the prompt is all there is."""
+
 Scores = list[list[float | None]]
 """Of whole sequences; None for the first token of each."""
 
@@ -38,8 +41,8 @@ class GivenTokens:
     @classmethod
     def of(
         cls,
-        prompts: Sequence[Prompt] | Sequence[int],
-        completions: Sequence[Sequence[int]] | None,
+        prompts: Prompt | Sequence[Prompt],
+        completions: GivenCompletions,
         method: ScoreMethod,
         tokenizer: Tokenizer | None,
         limits: EngineLimits,
@@ -48,7 +51,8 @@ class GivenTokens:
 
         Raises:
             InvalidRequest: numbers of prompts and completions that differ, an empty prompt, ids outside of the
-                vocabulary, more tokens than fit, or an unknown method.
+                vocabulary, more tokens than `max_model_len` (one less for "paged", which draws a token), or an unknown
+                method.
         """
         if method not in get_args(ScoreMethod):
             raise InvalidRequest(f"method must be plain or paged, got {method!r}", parameter="method")
