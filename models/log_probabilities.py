@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from tokenspeed_jax.models.plain_step import PlainStep
@@ -76,7 +77,7 @@ def _checked_segments(
     shape = jnp.shape(temperature)
     if shape not in ((), (tokens.shape[0],)):
         raise ValueError(f"temperature must be one number or [{tokens.shape[0]}], got shape {shape}")
-    if not isinstance(temperature, jax.core.Tracer) and not (np.asarray(temperature) > 0).all():
+    if not isinstance(temperature, Tracer) and not (np.asarray(temperature) > 0).all():
         raise ValueError(f"temperature must be above 0, got {temperature}")
     return segment_ids.astype(jnp.int32)
 
