@@ -14,6 +14,7 @@ from tokenspeed_jax.models.attention import AttentionSpec, AttentionStep
 from tokenspeed_jax.models.hf_config import REQUIRED, HfConfig, Required, UnsupportedConfig
 from tokenspeed_jax.models.linear import Embedding, Linear, vocabulary_scores
 from tokenspeed_jax.models.norms import Residual
+from tokenspeed_jax.models.rematerialisation import layer_call
 from tokenspeed_jax.models.rope import Rope
 
 
@@ -142,18 +143,24 @@ class CausalDecoder(nnx.Module):
         return self.embed(token_ids)
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], step: AttentionStep
+        self,
+        token_ids: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        step: AttentionStep,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "tokens hidden"]:
         """Hidden states after the final norm, of sequences packed one after another.
 
         Args:
             positions: each token's place in its own sequence.
             step: what the tokens attend to, see `attend`.
+            remat: for gradients, keep what goes from layer to layer alone; needs a `PlainStep`.
         """
         stream = Residual(self.embeddings(token_ids))
         rotations = {rope: rope.at(positions) for rope in dict.fromkeys(self.config.ropes)}
         for layer, rope in zip(self.layers, self.config.ropes, strict=True):
-            stream = layer(stream, rotations[rope], step)
+            stream = layer_call(layer, step, remat=remat)(stream, rotations[rope])
         return self.norm.after(stream)[1]
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -29,6 +29,7 @@ from tokenspeed_jax.models.latent_attention import LatentAttention, latent_dimen
 from tokenspeed_jax.models.linear import Linear, normal_weight
 from tokenspeed_jax.models.mlp import GatedMLP
 from tokenspeed_jax.models.norms import Residual, RMSNorm, unit_vectors
+from tokenspeed_jax.models.rematerialisation import layer_call
 from tokenspeed_jax.models.weight_map import (
     WeightRule,
     fused_rules,
@@ -243,13 +244,18 @@ class KimiLinear(CausalDecoder):
     norm_type = RMSNorm
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], step: AttentionStep
+        self,
+        token_ids: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        step: AttentionStep,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "tokens hidden"]:
         """Hidden states after the final norm, of sequences packed one after another; `positions` are not used."""
         del positions
         stream = Residual(self.embeddings(token_ids))
         for layer in self.layers:
-            stream = layer(stream, step)
+            stream = layer_call(layer, step, remat=remat)(stream)
         return self.norm.after(stream)[1]
 
     @staticmethod

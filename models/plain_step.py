@@ -1,6 +1,7 @@
 """`PlainStep`: a forward pass without a cache, for scoring and training, and the tests' own reference."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,14 @@ class PlainStep:
             tokens of one id stand together.
         positions: position of each token within its sequence.
         num_segments: how many runs of equal ids there are, or more; models with recurrent layers need it.
+        row_length: the tokens are rows of this many, and no sequence goes on in the next row; None for one row. The
+            cost of attention grows with tokens x row_length.
     """
 
     segment_ids: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     num_segments: int | None = None
+    row_length: int | None = None
 
     def attend(
         self,
@@ -46,15 +50,16 @@ class PlainStep:
         sinks: Float[Array, " heads"] | None,
     ) -> Float[Array, "tokens heads dim"]:
         """Dense attention, a block of queries at a time so that scores never exceed tokens x `_QUERY_BLOCK`."""
-        tokens = q.shape[0]
-        blocks = -(-tokens // _QUERY_BLOCK)
+        length = q.shape[0] if self.row_length is None else self.row_length
+        rows = [x.reshape(-1, length, *x.shape[1:]) for x in (q, k, v, self.segment_ids, self.positions)]
+        queries, keys = _Queries(rows[0], *rows[3:]), _Keys(*rows[1:])
+        blocks = -(-length // _QUERY_BLOCK)
         if blocks == 1:
-            return self._attend_block(q, self.segment_ids, self.positions, k, v, layer, sinks)
-        padding = blocks * _QUERY_BLOCK - tokens
-        padded = [jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in (q, self.segment_ids, self.positions)]
-        cut = [x.reshape(blocks, _QUERY_BLOCK, *x.shape[1:]) for x in padded]
-        out = lax.map(lambda block: self._attend_block(block[0], block[1], block[2], k, v, layer, sinks), tuple(cut))
-        return out.reshape(-1, *q.shape[1:])[:tokens]
+            return _attend_block(queries, keys, layer, sinks).reshape(q.shape)
+        # Blocks are also what the backward pass works in: it computes each one's scores again.
+        one_block = jax.checkpoint(lambda block: _attend_block(block, keys, layer, sinks))
+        out = lax.map(one_block, jax.tree.map(lambda x: _cut(x, blocks), queries))
+        return jnp.moveaxis(out, 0, 1).reshape(-1, blocks * _QUERY_BLOCK, *q.shape[1:])[:, :length].reshape(q.shape)
 
     def attend_projected(
         self,
@@ -66,33 +71,6 @@ class PlainStep:
         """One thing after the other."""
         q, k, v = prologue.heads(projected, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         return self.attend(q, k, v, layer, sinks)
-
-    def _attend_block(
-        self,
-        q: Float[Array, "queries heads dim"],
-        segment_ids: Int[Array, " queries"],
-        positions: Int[Array, " queries"],
-        k: Float[Array, "tokens kv_heads dim"],
-        v: Float[Array, "tokens kv_heads dim"],
-        layer: AttentionSpec,
-        sinks: Float[Array, " heads"] | None,
-    ) -> Float[Array, "queries heads dim"]:
-        groups = layer.num_heads // layer.num_kv_heads
-        grouped = q.reshape(q.shape[0], layer.num_kv_heads, groups, layer.head_dim)
-        scores = jnp.einsum("qhgd,khd->hgqk", grouped, k, preferred_element_type=jnp.float32) * layer.scale
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * jnp.tanh(scores / layer.soft_cap)
-        distance = positions[:, None] - self.positions[None, :]
-        visible = (segment_ids[:, None] == self.segment_ids[None, :]) & (distance >= 0)
-        if layer.sliding_window is not None:
-            visible &= distance < layer.sliding_window
-        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-        if sinks is not None:
-            column = sinks.astype(jnp.float32).reshape(layer.num_kv_heads, groups, 1, 1)
-            scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[0]]
-        out = jnp.einsum("hgqk,khd->qhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return out.reshape(q.shape).astype(q.dtype)
 
     def attend_latent(
         self,
@@ -137,3 +115,51 @@ class PlainStep:
         if self.num_segments is None:
             raise ValueError("a model with recurrent layers needs PlainStep(..., num_segments=...)")
         return RecurrentRows.of_segments(self.segment_ids, self.num_segments)
+
+
+class _Queries(NamedTuple):
+    """Queries of some rows, and where they stand."""
+
+    q: Float[Array, "rows queries heads dim"]
+    segment_ids: Int[Array, "rows queries"]
+    positions: Int[Array, "rows queries"]
+
+
+class _Keys(NamedTuple):
+    """Keys and values of the same rows, and where they stand."""
+
+    k: Float[Array, "rows keys kv_heads dim"]
+    v: Float[Array, "rows keys kv_heads dim"]
+    segment_ids: Int[Array, "rows keys"]
+    positions: Int[Array, "rows keys"]
+
+
+def _cut(x: Array, blocks: int) -> Array:
+    """[rows, length, ...] to [blocks, rows, _QUERY_BLOCK, ...], padded with zeros."""
+    padding = blocks * _QUERY_BLOCK - x.shape[1]
+    padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, _QUERY_BLOCK, *x.shape[2:]), 1, 0)
+
+
+def _attend_block(
+    queries: _Queries, keys: _Keys, layer: AttentionSpec, sinks: Float[Array, " heads"] | None
+) -> Float[Array, "rows queries heads dim"]:
+    """Attention of some queries of each row to all keys of their row that they may see."""
+    q, (k, v) = queries.q, keys[:2]
+    groups = layer.num_heads // layer.num_kv_heads
+    grouped = q.reshape(*q.shape[:2], layer.num_kv_heads, groups, layer.head_dim)
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32) * layer.scale
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * jnp.tanh(scores / layer.soft_cap)
+    distance = queries.positions[:, :, None] - keys.positions[:, None, :]
+    visible = (queries.segment_ids[:, :, None] == keys.segment_ids[:, None, :]) & (distance >= 0)
+    if layer.sliding_window is not None:
+        visible &= distance < layer.sliding_window
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(layer.num_kv_heads, groups, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    # Weights are not rounded to v's dtype: the kernels that serve do not, and samples are compared with this.
+    out = jnp.einsum("rhgqk,rkhd->rqhgd", weights, v.astype(jnp.float32))
+    return out.reshape(q.shape).astype(q.dtype)

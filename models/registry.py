@@ -62,9 +62,18 @@ class CausalLM(Protocol):
     config: Any
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], step: AttentionStep
+        self,
+        token_ids: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        step: AttentionStep,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "tokens hidden"]:
-        """Hidden states after the final norm, in the model's dtype."""
+        """Hidden states after the final norm, in the model's dtype.
+
+        Args:
+            remat: for gradients, keep what goes from layer to layer alone; needs a `PlainStep`.
+        """
         ...
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -13,6 +13,7 @@ from tokenspeed_jax.models.attention import AttentionStep, RecurrentSpec
 from tokenspeed_jax.models.hf_config import HfConfig
 from tokenspeed_jax.models.linear import Embedding, Linear, vocabulary_scores
 from tokenspeed_jax.models.norms import RMSNorm
+from tokenspeed_jax.models.rematerialisation import layer_call
 from tokenspeed_jax.models.weight_map import WeightRule, linear_rules, reshaped, same
 
 LONGEST_CONTEXT = 131_072
@@ -101,15 +102,25 @@ class StateSpaceDecoder(nnx.Module):
         )
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], step: AttentionStep
+        self,
+        token_ids: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        step: AttentionStep,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "tokens hidden"]:
         """Hidden states after the final norm, of sequences packed one after another; positions play no part."""
         del positions
         x = self.embed(token_ids)
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.config.float32_residual else x
-        for norm, mixer in zip(self.norms, self.mixers, strict=True):
-            x = x + mixer(norm(x.astype(dtype)), step)
+
+        def layer(modules: tuple[Any, Any], x: Array, step: AttentionStep) -> Array:
+            norm, mixer = modules
+            return x + mixer(norm(x.astype(dtype)), step)
+
+        for modules in zip(self.norms, self.mixers, strict=True):
+            x = layer_call(modules, step, remat=remat, call=layer)(x)
         return self.norm(x.astype(dtype))
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 # Tests that compile much and run it once or twice. Optimised programs are what every other folder runs.
-COMPILED_QUICKLY = ("models", "pallas_kernels")
+COMPILED_QUICKLY = ("examples", "models", "pallas_kernels", "rollout")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,6 +74,28 @@ def test_score_agrees_with_the_log_probabilities_of_generation(engine: Engine) -
     assert scores[-12:] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
+def test_scores_of_completions_are_those_of_each_sequence_alone(engine: Engine) -> None:
+    prompts, completions = [ids(3), ids(4), "hello"], [ids(5), [], [7]]
+    scores = engine.score(prompts, completions)
+    assert [len(score) for score in scores] == [len(completion) for completion in completions]
+    assert scores[0] == pytest.approx(engine.score([*ids(3), *ids(5)])[-len(ids(5)) :], abs=1e-5)
+    assert scores[2] == pytest.approx(engine.score([*engine.tokenizer.encode("hello"), 7])[-1:], abs=1e-5)
+    for arguments, message in [
+        (([ids(3)], []), "completions must be one per prompt, got 0 for 1"),
+        (("hello", [[7]]), "completions must be one per prompt"),
+        (([[]], [[7]]), "prompt must not be empty"),
+        (([ids(3)], [[10**6]]), "outside the vocabulary"),
+        (([ids(3)], [[7] * engine.max_model_len]), "the limit is max_model_len"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            engine.score(*arguments)
+    with pytest.raises(InvalidRequest, match="method must be plain or paged"):
+        engine.score(prompts, completions, method="fast")
+    full = [7] * engine.max_model_len
+    with pytest.raises(InvalidRequest, match="the limit is max_model_len"):
+        engine.score(full, method="paged")
+
+
 def test_stop_ids_stop_strings_and_limits_end_a_sample(engine: Engine) -> None:
     free = engine.generate(ids(4), GREEDY)[0].samples[0]
     token = free.token_ids[5]

@@ -15,6 +15,7 @@ from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.device_memory import explained
+from tokenspeed_jax.engine.given_tokens import GivenCompletions, GivenTokens, ScoreMethod
 from tokenspeed_jax.engine.inbox import LiveRequestMode
 from tokenspeed_jax.engine.lifecycle import SleepReport, WakeReport
 from tokenspeed_jax.engine.memory import MemoryReport
@@ -27,7 +28,6 @@ from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.start_report import StartReport
 from tokenspeed_jax.engine.stats import EngineStats
 from tokenspeed_jax.engine.structured_outputs import StructuredOutputsParams
-from tokenspeed_jax.engine.validation import check_tokens
 from tokenspeed_jax.engine.weight_store import WeightUpdate
 from tokenspeed_jax.errors import EngineClosed
 from tokenspeed_jax.text import Tokenizer
@@ -227,21 +227,29 @@ class Engine:
         if self.is_healthy:
             self._loop.abort(request_id)
 
-    def score(self, token_ids: Sequence[int]) -> list[float | None]:
-        """Log-probability of each token given those before it, by one forward pass without a cache.
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], completions: GivenCompletions = None, *, method: ScoreMethod = "plain"
+    ) -> Any:
+        """Natural log-probability under the model of each token of each completion, given all before it.
+
+        Args:
+            prompts: one per completion; without completions, the ids of one sequence, whose first token gets None.
+            completions: token ids.
+            method: "plain", forward passes without a cache on this thread, or "paged", the steps that prefill prompts.
 
         Returns:
-            One natural log-probability per token; None for the first, which has nothing before it.
+            A `list[list[float]]`, one list per completion; of one sequence a `list[float | None]`.
 
         Raises:
-            InvalidRequest: no tokens, more than `max_model_len`, or ids outside the vocabulary.
+            InvalidRequest: see `GivenTokens.of`.
             EngineStateError: the engine sleeps, or has no weights.
+            EngineClosed: the engine is closed, or ends meanwhile.
         """
-        check_tokens(token_ids, self._assembly.limits)
+        given = GivenTokens.of(prompts, completions, method, self._assembly.source.tokenizer, self._assembly.limits)
         if not self.is_healthy:
             raise EngineClosed("the engine is closed")
         self._assembly.lifecycle.check_awake()
-        return self._assembly.scorer.score(list(token_ids))
+        return given.scored_by(self._assembly.scorer.score, self.generate)
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache between two steps, and waits for that.

@@ -1,24 +1,23 @@
-"""Scoring without a cache: one plain forward pass per sequence, with the same model code that serves."""
+"""Scoring without a cache: plain forward passes with the same model code that serves."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tokenspeed_jax.engine.split_model import Weights
 from tokenspeed_jax.engine.weight_store import WeightStore
-from tokenspeed_jax.models.plain_step import PlainStep
+from tokenspeed_jax.models.log_probabilities import token_log_probabilities
 
 _SHORTEST = 64
-_ROWS_PER_BLOCK = 64
-"""Rows whose logits are held at once: a vocabulary of 256k words takes 64 MiB of them."""
+_TOKENS_PER_CALL = 4096
+"""Of the padded sequences that go through the model together; a longer sequence goes alone."""
 
 
 class Scorer:
     """Log-probabilities of given tokens. Thread-safe.
 
-    Sequences are padded to the next power of two; each such length compiles once, on first use.
+    Sequences are padded to the next power of two, and so is the number of those that go together; each such shape
+    compiles once, on first use.
     """
 
     def __init__(self, store: WeightStore, *, precision: str | None) -> None:
@@ -26,32 +25,42 @@ class Scorer:
         self._precision = precision
         self._forward = jax.jit(self._score_padded)
 
-    def score(self, token_ids: list[int]) -> list[float | None]:
-        """Natural log-probability of each token given those before it; None for the first.
+    def score(self, sequences: list[list[int]]) -> list[list[float | None]]:
+        """Natural log-probability of each token given those before it; None for the first of each sequence.
 
         Raises:
             EngineStateError: the engine has no weights now.
         """
-        length = max(_SHORTEST, 1 << (len(token_ids) - 1).bit_length())
-        padded = np.zeros(length, np.int32)
-        padded[: len(token_ids)] = token_ids
-        with self._store.borrowed() as weights, jax.default_matmul_precision(self._precision):
-            values = self._forward(weights, padded, np.int32(len(token_ids)))
-        return [None, *np.asarray(values)[: len(token_ids) - 1].tolist()]
+        scores: list[list[float | None]] = [[] for _ in sequences]
+        with self._store.borrowed() as weights:  # the same for all of them
+            for length, places in _by_padded_length(sequences).items():
+                most = max(1, _TOKENS_PER_CALL // length)
+                for begin in range(0, len(places), most):
+                    together = places[begin : begin + most]
+                    values = self._scored_together(weights, [sequences[place] for place in together], length)
+                    for place, row in zip(together, values, strict=False):
+                        scores[place] = [None, *row[1 : len(sequences[place])].tolist()]
+        return scores
+
+    def _scored_together(self, weights: Weights, sequences: list[list[int]], length: int) -> np.ndarray:
+        """[rows, length] of log-probabilities; rows behind the last sequence are padding."""
+        tokens = np.zeros((1 << (len(sequences) - 1).bit_length(), length), np.int32)
+        is_token = np.zeros(tokens.shape, bool)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : len(sequence)] = sequence
+            is_token[row, : len(sequence)] = True
+        with jax.default_matmul_precision(self._precision):
+            return np.asarray(self._forward(weights, tokens, is_token))
 
     def _score_padded(
-        self, weights: Weights, token_ids: Int[Array, " tokens"], length: Int[Array, ""]
-    ) -> Float[Array, " tokens"]:
-        model = self._store.structure.module(weights)
-        positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-        segments = (positions >= length).astype(jnp.int32)
-        hidden = model(token_ids, positions, PlainStep(segments, positions, num_segments=2))
-        targets = jnp.roll(token_ids, -1)
+        self, weights: Weights, tokens: Int[Array, "rows length"], is_token: Bool[Array, "rows length"]
+    ) -> Float[Array, "rows length"]:
+        return token_log_probabilities(self._store.structure.module(weights), tokens, is_token)
 
-        def block(rows: tuple[Array, Array]) -> Array:
-            logits = model.logits(rows[0])
-            chosen = jnp.take_along_axis(logits, rows[1][:, None], axis=-1)[:, 0]
-            return chosen - jax.nn.logsumexp(logits, axis=-1)
 
-        cut = hidden.reshape(-1, _ROWS_PER_BLOCK, hidden.shape[-1]), targets.reshape(-1, _ROWS_PER_BLOCK)
-        return lax.map(block, cut).reshape(-1)
+def _by_padded_length(sequences: list[list[int]]) -> dict[int, list[int]]:
+    """Places of the sequences that are padded alike."""
+    places: dict[int, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        places.setdefault(max(_SHORTEST, 1 << (len(sequence) - 1).bit_length()), []).append(place)
+    return places
