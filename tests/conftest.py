@@ -17,9 +17,9 @@ from tokenspeed_jax.text import Tokenizer
 from tokenspeed_jax.weights import open_checkpoint
 from tokenspeed_jax.weights.demo import demo_checkpoint
 
-# Of XLA's own threads on the CPU, which it makes at the first use. Pallas simulates each warpgroup of a block as a thread whose
-# callbacks wait for the others' and hold one of XLA's meanwhile: with as many as a small machine has cores, all of them
-# may wait for one that has none.
+# Of XLA's own threads on the CPU, made at the first use. Pallas simulates each warpgroup of a block as a thread, whose
+# callbacks wait for those of the others and hold one of XLA's threads meanwhile. With as many as a small machine has
+# cores, all of them may wait for a warpgroup that has none.
 os.environ.setdefault("PJRT_NPROC", "8")
 
 # Tracing a model makes millions of small objects that live on: Python's default looks through them all again and again.
