@@ -85,7 +85,7 @@ def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> N
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe"], scope="module")
 def test_given_tokens_score_as_they_were_sampled(tiny_engine: EngineFactory, family: str) -> None:
     """A dense, a sliding, a delta-net and an expert family; the plain method is a trainer's forward pass."""
-    engine = small(tiny_engine, family)
+    engine = in_chunks(tiny_engine, family)
     prompts = [random_prompt(seed, 40) for seed in range(4)]
     samples = [output.samples[0] for output in engine.generate(prompts, dataclasses.replace(GREEDY, temperature=0.8))]
     sampled, completions = [sample.logprobs for sample in samples], [sample.token_ids for sample in samples]
