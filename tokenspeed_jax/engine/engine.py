@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
@@ -132,14 +131,11 @@ class Engine:
         """
         requests = self._assembly.intake.batch(prompts, params, priority, cache_salt)
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            collectors = []
-            for token_ids, item, option in requests:
-                collector = RequestCollector(item, on_finish=bar.update)
+            collectors = [RequestCollector(item, on_finish=bar.update) for _, item, _ in requests]
+            for collector, (token_ids, item, option) in zip(collectors, requests, strict=True):
                 collector.request_id = self._assembly.intake.submit(token_ids, item, option, None, collector.push)
-                collectors.append(collector)
             outputs = [collector.wait() for collector in collectors]
-        reasons = {sample.finish_reason for output in outputs for sample in output.samples}
-        self._assembly.lifecycle.explain_cut(reasons)
+        self._assembly.lifecycle.explain_cut({sample.finish_reason for output in outputs for sample in output.samples})
         return outputs
 
     def submit(
@@ -187,9 +183,7 @@ class Engine:
             EngineClosed: the engine was closed, or failed while it generated.
             EngineStateError: as in `generate`.
         """
-        options = RequestOptions(priority, cache_salt)
-        params = params or SamplingParams()
-        loop = asyncio.get_running_loop()
+        params, loop = params or SamplingParams(), asyncio.get_running_loop()
         queue: asyncio.Queue[RequestDelta] = asyncio.Queue()
 
         def push(delta: RequestDelta) -> None:
@@ -201,6 +195,7 @@ class Engine:
         token_ids = await asyncio.to_thread(as_token_ids, prompt, self._assembly.source.tokenizer)
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
+        options = RequestOptions(priority, cache_salt)
         request_id = self._assembly.intake.submit(token_ids, params, options, request_id, push)
         running = params.n
         try:
@@ -373,11 +368,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Current figures of the engine."""
-        assembly = self._assembly
-        return assembly.stats.snapshot(
-            arena_bytes=0 if self.is_sleeping else assembly.report.arena,
-            compilations_after_warmup=assembly.programs.compilations - assembly.start.programs,
-            compile_seconds=assembly.start.compiling + assembly.programs.late_compile_seconds,
+        start, programs = self._assembly.start, self._assembly.programs
+        return self._assembly.stats.snapshot(
+            arena_bytes=0 if self.is_sleeping else self._assembly.report.arena,
+            compilations_after_warmup=programs.compilations - start.programs,
+            compile_seconds=start.compiling + programs.late_compile_seconds,
             weight_version=self.weight_version,
         )
 
@@ -401,7 +396,5 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
