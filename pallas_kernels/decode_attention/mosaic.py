@@ -110,7 +110,10 @@ def decode_attention_mosaic(
         kernel_name="decode_attention",
     )
     optional = orders + ([] if sinks is None else [sinks])
-    out = kernel(q.reshape(batch * heads, dim), k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
+    queries = q.reshape(batch * heads, dim)
+    if batch * heads % ROW_PIECE:  # TMA has no part of a swizzled tile
+        queries = jnp.pad(queries, ((0, -(batch * heads) % ROW_PIECE), (0, 0)))
+    out = kernel(queries, k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
     if split:
         out = merge_pieces(out, lens, rule, tiling, out_type=result, interpret=interpret)
     return out.reshape(q.shape)
