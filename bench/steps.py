@@ -329,6 +329,23 @@ def print_kernels(run: Any, steps: int, shown: int = 24) -> None:
         print(f"  {took / steps:9.1f} us {counts[name] / steps:7.1f} x {took / counts[name]:8.2f} us  {name[:90]}")
 
 
+def measure(name: str, cases: list[str], rate: float, profile: bool) -> dict[str, Any]:
+    """All cases of one model. Nothing of it is left on the device afterwards, where the next one needs the room."""
+    shape, found = SHAPES[name], {}
+    start = time.perf_counter()
+    with build_engine(shape) as engine:
+        recorder = Recorder(engine)
+        print(f"\n{name}: engine up in {time.perf_counter() - start:.1f} s", flush=True)
+        if "decode" in cases:
+            found["decode"] = time_decode(engine, shape, recorder, rate, profile)
+        if "prefill" in cases and name == "dense":
+            found["prefill"] = time_prefill(engine, shape, profile)
+        if "generate" in cases and name == "dense":
+            found["generate"] = time_generate(engine, shape, recorder, rate)
+        print_memory(engine)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -340,19 +357,7 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, read {rate / 1e9:.0f} GB/s", flush=True)
     found: dict[str, Any] = {"read_rate": rate}
     for name in args.model:
-        shape = SHAPES[name]
-        start = time.perf_counter()
-        with build_engine(shape) as engine:
-            recorder = Recorder(engine)
-            print(f"\n{name}: engine up in {time.perf_counter() - start:.1f} s", flush=True)
-            of_model = found[name] = {}
-            if "decode" in args.case:
-                of_model["decode"] = time_decode(engine, shape, recorder, rate, args.profile)
-            if "prefill" in args.case and name == "dense":
-                of_model["prefill"] = time_prefill(engine, shape, args.profile)
-            if "generate" in args.case and name == "dense":
-                of_model["generate"] = time_generate(engine, shape, recorder, rate)
-            print_memory(engine)
+        found[name] = measure(name, args.case, rate, args.profile)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

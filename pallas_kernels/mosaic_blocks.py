@@ -48,6 +48,14 @@ def swizzled(*shape: int, dtype: jnp.dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
 
 
+def swizzled_rows(*shape: int, dtype: jnp.dtype) -> Any:
+    """Shared memory with rows of any multiple of 32 bytes, in the widest swizzle that divides them, for copies out."""
+    row = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64, 32) if row % size == 0)
+    tile = gpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tile, gpu.SwizzleTransform(swizzle)))
+
+
 def empty_state(head_dim: int) -> RowState:
     """The state before any key."""
     row = plgpu.Layout.WGMMA.reduce(1)
