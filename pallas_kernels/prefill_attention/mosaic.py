@@ -60,7 +60,7 @@ ALIGNMENT = 8
 # the swizzle pattern is then its row, wherever a copy of some of the rows begins.
 STAGE_CHUNKS = 2
 MULTIPROCESSORS = 132
-SUM_LANES = 8  # columns of the running sums: one value per thread and row, shuffled together only at the end
+THREAD_COLUMNS = 8  # the fewest columns of which each thread holds some: two of them, in two rows
 # Registers of a thread, by the number of compute warpgroups. What these get above a block's even share the loader must
 # give up, in every block: a warpgroup that asks for more waits until then.
 COMPUTE_REGISTERS = {2: 240, 3: 160}
@@ -621,14 +621,20 @@ class _Attention:
     def mask(self, scores: jax.Array, step: jax.Array) -> jax.Array:
         # How far column 0 of this block lies before row 0 of the product.
         distance = self.position - (self.tile.first_block + step) * self.call.tiling.keys
-        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        # The columns of a thread, a few at a time: whole arrays of places, which do not change, would stay in
+        # registers, or in local memory.
+        shape = (ROWS, THREAD_COLUMNS)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         # All rows of a packed tile stand at one position.
         ahead = column - (row * jnp.where(self.tile.packed, 0, 1) if self.call.packs else row)
-        seen = ahead <= distance
-        if self.call.rule.sliding_window is not None:
-            seen &= ahead > distance - self.call.rule.sliding_window
-        return jnp.where(seen, scores, -jnp.inf)
+        parts = []
+        for start in range(0, scores.shape[1], THREAD_COLUMNS):
+            seen = ahead <= distance - start
+            if self.call.rule.sliding_window is not None:
+                seen &= ahead > distance - start - self.call.rule.sliding_window
+            parts.append(jnp.where(seen, scores[:, start : start + THREAD_COLUMNS], -jnp.inf))
+        return jnp.concatenate(parts, axis=1)
 
     def softmax(
         self, products: jax.Array, top: jax.Array, weight: jax.Array, step: jax.Array, *, masked: bool
@@ -641,8 +647,8 @@ class _Attention:
         keep = jnp.exp2(top - peak)
         p = jnp.exp2(scores * factor - lax.broadcast_in_dim(peak, scores.shape, [0]))
         weight = weight * lax.broadcast_in_dim(keep, weight.shape, [0])
-        for i in range(0, p.shape[1], SUM_LANES):
-            weight = weight + p[:, i : i + SUM_LANES]
+        for i in range(0, p.shape[1], THREAD_COLUMNS):
+            weight = weight + p[:, i : i + THREAD_COLUMNS]
         return p, keep, peak, weight
 
     def products(self, slot: jax.Array) -> jax.Array:
@@ -670,7 +676,7 @@ class _Attention:
         call, scratch = self.call, self.scratch
         row_layout = plgpu.Layout.WGMMA.reduce(1)
         top = plgpu.layout_cast(jnp.full((ROWS,), blocks.MASKED, jnp.float32), row_layout)
-        weight = plgpu.layout_cast(jnp.zeros((ROWS, SUM_LANES), jnp.float32), plgpu.Layout.WGMMA)
+        weight = plgpu.layout_cast(jnp.zeros((ROWS, THREAD_COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
         values = plgpu.layout_cast(jnp.zeros((ROWS, call.dim), jnp.float32), plgpu.Layout.WGMMA)
         step = jnp.int32(0)
         slot = self.slot(step)

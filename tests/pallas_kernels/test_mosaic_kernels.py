@@ -87,23 +87,26 @@ def test_a_decoded_row_does_not_depend_on_its_batch_nor_on_the_width_of_its_tabl
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "kv_lens", "num_tokens", "heads", "rule", "sinks"),
+    ("tiling", "query_lens", "kv_lens", "num_tokens", "heads", "rule", "sinks"),
     [
-        ((5, 0, 66), (200, 0, 66), 75, (1, 1), ScoreRule(0.2), None),
-        ((70,), (190,), 70, (1, 1), ScoreRule(0.2, sliding_window=40, soft_cap=3.0), None),
-        ((9,), (9,), 12, (1, 1), ScoreRule(0.2), None),
+        (PrefillTiling(1, 2, blocks=1), (5, 0, 66), (200, 0, 66), 75, (1, 1), ScoreRule(0.2), None),
+        (PrefillTiling(2, 2), (70,), (190,), 70, (1, 1), ScoreRule(0.2, sliding_window=40, soft_cap=3.0), None),
+        (PrefillTiling(1, 2, blocks=None, turns=False), (9,), (9,), 12, (1, 1), ScoreRule(0.2), None),
         # More padding than a block has keys: it stands far before position 0.
-        ((3,), (3,), 180, (1, 1), ScoreRule(0.2), None),
-        ((70,), (190,), 75, (1, 1), ScoreRule(0.2, sliding_window=40), SINKS[2:]),
+        (PrefillTiling(1, 2, blocks=2), (3,), (3,), 180, (1, 1), ScoreRule(0.2), None),
+        (PrefillTiling(1, 3), (70,), (190,), 75, (1, 1), ScoreRule(0.2, sliding_window=40), SINKS[2:]),
         # Blocks across the window's lower end, within it and on the diagonal.
-        ((9,), (320,), 9, (1, 1), ScoreRule(0.2, sliding_window=200), None),
-        # Several heads of a KV head: each in a block of its own for rows of tokens, together for rows of one token.
-        ((3, 1, 0, 1), (3, 70, 0, 130), 7, (3, 1), ScoreRule(0.2), SINKS),
-        ((1, 9), (130, 66), 12, (4, 2), ScoreRule(0.2, sliding_window=70, soft_cap=3.0), None),
+        (PrefillTiling(1, 2), (9,), (320,), 9, (1, 1), ScoreRule(0.2, sliding_window=200), None),
+        # Several heads of a KV head: each for itself for rows of tokens, together for rows of one token.
+        (PrefillTiling(1, 2, blocks=2), (3, 1, 0, 1), (3, 70, 0, 130), 7, (3, 1), ScoreRule(0.2), SINKS),
+        (PrefillTiling(1, 2), (1, 9), (130, 66), 12, (4, 2), ScoreRule(0.2, sliding_window=70, soft_cap=3.0), None),
+        # Warpgroups that see fewer keys than their tile, in blocks with several tiles.
+        (PrefillTiling(1, 3, 3, blocks=1), (140, 9), (200, 9), 149, (1, 1), ScoreRule(0.2), SINKS[1:2]),
+        (PrefillTiling(1, 2, 3, blocks=2, turns=False), (66, 1), (140, 65), 75, (2, 1), ScoreRule(0.2), None),
     ],
-)
+)  # fmt: skip
 def test_prefill_kernel_equals_the_reference_without_races(
-    interpret, query_lens, kv_lens, num_tokens, heads, rule, sinks
+    interpret, tiling, query_lens, kv_lens, num_tokens, heads, rule, sinks
 ):
     problem = PagedProblem.random(
         np.random.default_rng(0), query_lens=query_lens, kv_lens=kv_lens, num_tokens=num_tokens, num_heads=heads[0],
@@ -111,7 +114,6 @@ def test_prefill_kernel_equals_the_reference_without_races(
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 2), v=behind_other_pages(problem.v, 1))
     arguments = problem.prefill_arguments()
-    tiling = PrefillTiling(1, 2)
     out = prefill_attention_mosaic(*arguments, rule, sinks, tiling=tiling, interpret=interpret)
     assert_close(out, prefill_attention_reference(*arguments, rule, sinks))
 
