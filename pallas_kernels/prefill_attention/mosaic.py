@@ -1,14 +1,16 @@
 """Prefill attention for Hopper GPUs, written with Mosaic GPU: tiles of 128 queries over the pages of their row.
 
-    grid: (query tile, head), tiles that see most keys first; one block = three warpgroups = one multiprocessor
+    list of (tile, head): sections of heads, in each the tiles that see most keys first
+    grid: one block per multiprocessor takes every 132nd entry, back and forth; block = three warpgroups
 
     loader warpgroup                 shared memory                       compute warpgroups 0 and 1
     ----------------                 -------------                       --------------------------
-    q[tokens, head] ----- TMA -----> q [2, 64, D] ------------------->   waits q_ready
     page ids <- page_table
     waits k_free[slot] (both)
     k[page, :, kv head] -- TMA ----> k[slot] [keys, D] -------------->   waits k_ready[slot]; S = q k^T (wgmma)
-    waits v_free[slot] (both)                                            arrives k_free[slot]
+    waits q_free[own], once a tile                                       arrives k_free[slot]
+    q[tokens, head] ----- TMA -----> q [2, 64, D] ------------------->   waits q_ready[own], once a tile
+    waits v_free[slot] (both)                                            arrives q_free[own] after its last S
     v[page, :, kv head] -- TMA ----> v[slot] [keys, D] -------------->   waits v_ready[slot]; O += P v (wgmma)
     ... next block of keys                                               arrives v_free[slot]
 
@@ -23,16 +25,20 @@ What a compute warpgroup does with block i of the keys, and when (its time runs 
     O += P(i-1) v(i-1)               softmax of S(i): peaks, P(i), sums
 
 so that the matrix units work while exponents are computed. The two warpgroups besides take turns in issuing products
-(`turn`): the products of one fall into the softmax of the other.
+(`turn`): the products of one fall into the softmax of the other. A warpgroup that sees no more of the tile's keys, or
+has no row in it, lets the rest pass: it waits and arrives wherever the others count on it.
+
+The loader runs ahead into the next tile, so that its first keys and its queries are there when the outputs of the last
+are stored. Heads form sections whose keys and values fit the cache together. Neither changes a result.
 
 Tiles never cross rows, so one page list serves a tile. They begin at multiples of 8 tokens, since TMA writes swizzled
 memory in groups of 8 rows: the first tile of a row leaves out up to 7 rows of the product, which are computed from
 other rows' queries and stored by nobody. A tile of one token, as decode rows in a prefill step are, takes as rows the
 query heads of its KV head instead, and reads the keys once for all of them.
 
-Only blocks of keys on the diagonal or across the window's lower end pay for a mask. Padding tokens form one more row
-that has no keys: its tiles store zeros. What no token of a tile sees of its pages gets weight 0, not skipped: it must
-be finite.
+A tile's first block of keys, and those on the diagonal or across the window's lower end, pay for a mask. Padding tokens
+form one more row that has no keys: its tiles store zeros. What no token of a tile sees of its pages gets weight 0, not
+skipped: it must be finite.
 """
 
 import dataclasses
