@@ -161,6 +161,17 @@ def visible_columns(scores: jax.Array, low: jax.Array, high: jax.Array) -> jax.A
     return jnp.where((column >= low) & (column < high), scores, MASKED)
 
 
+def base_two_scores(products: jax.Array, rule: ScoreRule) -> tuple[jax.Array, float]:
+    """Scores, and the positive factor that makes them `ScoreRule.score` in base-2 units.
+
+    A peak times the factor is the peak of the products, and the factor costs nothing inside the exponent's
+    multiply-add.
+    """
+    if rule.soft_cap is None and rule.scale > 0:
+        return products, rule.scale * LOG2_E
+    return _scaled(products, rule), 1.0
+
+
 def _scaled(products: jax.Array, rule: ScoreRule) -> jax.Array:
     """`ScoreRule.score` in base-2 units."""
     if rule.soft_cap is None:
