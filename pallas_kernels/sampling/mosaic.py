@@ -63,11 +63,26 @@ def truncation_cut_mosaic(
     logits: Float32[Array, "rows vocab"], truncation: Truncation, *, interpret: Any = None
 ) -> Float32[Array, " rows"]:
     """See `truncation_cut`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU."""
+    return cut_of_maxima(logits, span_maxima(logits), truncation, interpret=interpret)
+
+
+def span_maxima(logits: Float32[Array, "rows vocab"]) -> Float32[Array, "rows spans"]:
+    """The highest logit of each span of a row; -inf fills up to a multiple of `SPAN`."""
+    maxima = jnp.max(logits.reshape(logits.shape[0], -1, SPAN), axis=-1)
+    return jnp.pad(maxima, ((0, 0), (0, -maxima.shape[1] % SPAN)), constant_values=-jnp.inf)
+
+
+def cut_of_maxima(
+    logits: Float32[Array, "rows vocab"],
+    maxima: Float32[Array, "rows spans"],
+    truncation: Truncation,
+    *,
+    interpret: Any = None,
+) -> Float32[Array, " rows"]:
+    """`truncation_cut_mosaic` of logits whose `span_maxima` are known."""
     rows, vocab_size = logits.shape
     spans = vocab_size // SPAN
-    maxima = jnp.max(logits.reshape(rows, spans, SPAN), axis=-1)
     peak = row_peak(maxima)
-    maxima = jnp.pad(maxima, ((0, 0), (0, -spans % SPAN)), constant_values=-jnp.inf)
     k = jnp.where(truncation.top_k < vocab_size, truncation.top_k, 0)
     kernel = plgpu.kernel(
         functools.partial(_block, spans=spans),

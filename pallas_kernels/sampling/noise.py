@@ -5,6 +5,9 @@ counters from memory and writes its words there, six arrays of the size of the l
 of whatever reads the noise.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
@@ -27,20 +30,37 @@ def threefry(key: tuple[Words, Words], counter: tuple[Words, Words]) -> tuple[Wo
     return x, y
 
 
-def gumbel_noise(
-    seed: UInt32[Array, "rows 2"], output_index: Int32[Array, " rows"], vocab_size: int
-) -> Float32[Array, "rows vocab"]:
-    """Standard Gumbel noise of every token of the vocabulary.
+def row_keys(seed: UInt32[Array, "rows 2"], output_index: Int32[Array, " rows"]) -> tuple[Words, Words]:
+    """The generator's key of each row's next token, in two words.
 
     Args:
         seed: high and low word of each row's 63-bit seed.
         output_index: tokens that the row's sample generated before.
     """
-    zeros = jnp.zeros(output_index.shape, jnp.uint32)
-    key = threefry((seed[:, 0], seed[:, 1]), (zeros, output_index.astype(jnp.uint32)))
-    tokens = jnp.arange(vocab_size, dtype=jnp.uint32)[None]
-    high, low = threefry((key[0][:, None], key[1][:, None]), (jnp.zeros_like(tokens), tokens))
+    return threefry((seed[:, 0], seed[:, 1]), (jnp.zeros_like(seed[:, 0]), output_index.astype(jnp.uint32)))
+
+
+def gumbel_of_bits(
+    high: Words, low: Words, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
+) -> Float32[Array, "..."]:
+    """Standard Gumbel noise of the two words that the generator gives for a token."""
     drawn = (high ^ low).astype(jnp.float32)
     # Large noise comes from numbers near zero, where float32 resolves all 32 drawn bits: the tail is not quantised.
     uniform = jnp.minimum((drawn + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
+    return -jnp.log(-log1p(-uniform))
+
+
+def log1p_by_log(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """log(1 + x) of x in (-1, 0] for Mosaic, which has no log1p: what 1 + x loses to rounding, the quotient returns."""
+    rest = 1.0 + x
+    is_lost = rest == 1.0
+    return jnp.where(is_lost, x, jnp.log(rest) * (x / jnp.where(is_lost, 1.0, rest - 1.0)))
+
+
+def gumbel_noise(
+    seed: UInt32[Array, "rows 2"], output_index: Int32[Array, " rows"], vocab_size: int
+) -> Float32[Array, "rows vocab"]:
+    """Standard Gumbel noise of every token of the vocabulary; see `row_keys`."""
+    high, low = row_keys(seed, output_index)
+    tokens = jnp.arange(vocab_size, dtype=jnp.uint32)[None]
+    return gumbel_of_bits(*threefry((high[:, None], low[:, None]), (jnp.zeros_like(tokens), tokens)))

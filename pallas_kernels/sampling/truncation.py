@@ -48,6 +48,18 @@ def scale_logits(
     return (logits - peak[:, None]) / temperature[:, None]
 
 
+def kept_logprob(
+    logits: Float32[Array, "rows vocab"],
+    token: Int32[Array, " rows"],
+    peak: Float32[Array, " rows"],
+    truncation: Truncation,
+    mass: Float32[Array, " rows"],
+) -> Float32[Array, " rows"]:
+    """A token's log-probability where the kept tokens' weights add up to `mass`."""
+    scaled = scale_logits(jnp.take_along_axis(logits, token[:, None], axis=-1), peak, truncation.temperature)[:, 0]
+    return scaled - jnp.log(jnp.maximum(mass, jnp.finfo(jnp.float32).tiny))
+
+
 def mass_scale(weights: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
     """A power of two that brings each row's total to [2**30, 2**31), the same for every order of summation."""
     unit = float(1 << LIMB)

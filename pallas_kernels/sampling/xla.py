@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from tokenspeed_jax.pallas_kernels.sampling.noise import gumbel_noise
 from tokenspeed_jax.pallas_kernels.sampling.truncation import (
     Truncation,
+    kept_logprob,
     mass_scale,
     mass_target,
     mass_units,
@@ -31,6 +33,36 @@ def truncation_cut_xla(logits: Float32[Array, "rows vocab"], truncation: Truncat
     weights = jnp.where(kept, jnp.exp(scaled), 0.0)
     kept &= in_top_p(weights, truncation.top_p) & (weights >= truncation.min_p[:, None])
     return jnp.min(jnp.where(kept, logits, jnp.inf), axis=-1)
+
+
+def draw_xla(
+    logits: Float32[Array, "rows vocab"],
+    truncation: Truncation,
+    is_greedy: Bool[Array, " rows"],
+    seed: UInt32[Array, "rows 2"],
+    output_index: Int32[Array, " rows"],
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
+    """See `draw`."""
+    return draw_above(truncation_cut_xla(logits, truncation), logits, truncation, is_greedy, seed, output_index)
+
+
+def draw_above(
+    cut: Float32[Array, " rows"],
+    logits: Float32[Array, "rows vocab"],
+    truncation: Truncation,
+    is_greedy: Bool[Array, " rows"],
+    seed: UInt32[Array, "rows 2"],
+    output_index: Int32[Array, " rows"],
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
+    """`draw` among the logits that are no less than a cut."""
+    peak = row_peak(logits)
+    scaled = scale_logits(logits, peak, truncation.temperature)
+    kept = logits >= cut[:, None]
+    noise = gumbel_noise(seed, output_index, logits.shape[1])
+    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
+    token = jnp.where(is_greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    mass = jnp.sum(jnp.where(kept, jnp.exp(scaled), 0.0), axis=-1)
+    return token, kept_logprob(logits, token, peak, truncation, mass)
 
 
 def in_top_k(values: Float32[Array, "rows vocab"], top_k: Int32[Array, " rows"]) -> Bool[Array, "rows vocab"]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenspeed_jax.engine import sampler
 from tokenspeed_jax.engine.sampler import sample, sample_greedy, sample_seed, seed_words
 from tokenspeed_jax.engine.sampling_state import init_sampling_state
-from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, xla
+from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, truncation_cut, xla
 from tokenspeed_jax.pallas_kernels.sampling.truncation import mass_scale
 
 from .sampling_rows import (
@@ -33,7 +33,9 @@ def distribution(logits, rows, state):
     """The kept set and the log-probabilities from which `sample` draws, through its own inner functions."""
     penalised = sampler._penalised(logits, rows, state)
     scaled = (penalised - penalised.max(-1, keepdims=True)) / rows.temperature[:, None]
-    kept, weights = sampler._truncated(penalised, scaled, rows)
+    cut = truncation_cut(penalised, Truncation(rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+    kept = penalised >= cut[:, None]
+    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
     return penalised, kept, jnp.log(weights / weights.sum(-1, keepdims=True))
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, gumbel_noise, truncation_cut
+from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, draw, gumbel_noise, truncation_cut
+from tokenspeed_jax.pallas_kernels.sampling.draw_mosaic import draw_mosaic
 from tokenspeed_jax.pallas_kernels.sampling.mosaic import truncation_cut_mosaic
 
 VOCAB, ROWS = 5 * 128, 4
@@ -87,6 +88,21 @@ def test_more_logits_than_spans_may_rank(interpret) -> None:
     logits = jnp.arange(3 * 128, dtype=jnp.float32)[None, ::-1]
     limits = Truncation(jnp.ones(1), jnp.asarray([300]), jnp.ones(1), jnp.zeros(1))
     assert float(truncation_cut_mosaic(logits, limits, interpret=interpret)[0]) == 3 * 128 - 300
+
+
+def test_kernel_draws_what_the_plain_form_does(interpret) -> None:
+    kernel = jax.jit(functools.partial(draw_mosaic, interpret=interpret))
+    plain = jax.jit(functools.partial(draw, implementation="xla"))
+    for seed in range(4):
+        logits, limits = random_problem(seed, VOCAB)
+        rng = np.random.default_rng(seed)
+        words = jnp.asarray(rng.integers(0, 2**32, (ROWS, 2)), jnp.uint32)
+        rows = (jnp.asarray(rng.random(ROWS) < 0.3), words, jnp.arange(ROWS, dtype=jnp.int32))
+        logits = logits.at[0].set(-jnp.inf) if seed == 3 else logits
+        (tokens, logprobs), (expected, expected_logprobs) = kernel(logits, limits, *rows), plain(logits, limits, *rows)
+        np.testing.assert_array_equal(tokens, expected, err_msg=str(seed))
+        drawn = ~np.asarray(rows[0])
+        np.testing.assert_allclose(logprobs[drawn], expected_logprobs[drawn], rtol=1e-5, atol=1e-5)
 
 
 def test_noise_is_that_of_jax_random() -> None:

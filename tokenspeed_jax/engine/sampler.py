@@ -22,14 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from tokenspeed_jax.engine.sampling_params import MAX_TOP_LOGPROBS
 from tokenspeed_jax.engine.sampling_state import BLOCKED_AT_FIRST, IN_PROMPT, SamplingState
-from tokenspeed_jax.pallas_kernels.sampling import (
-    MAX_VOCAB,
-    Truncation,
-    gumbel_noise,
-    row_peak,
-    scale_logits,
-    truncation_cut,
-)
+from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, draw
 
 _SPAN = 128
 _SEED_BITS = 63
@@ -136,19 +129,16 @@ def sample(
     if allowed is not None:
         penalised = jnp.where(allowed, penalised, -jnp.inf)
     is_greedy = rows.temperature <= 0.0
-    scaled = scale_logits(penalised, row_peak(penalised), jnp.where(is_greedy, 1.0, rows.temperature))
-    kept, weights = _truncated(penalised, scaled, rows)
-
-    noise = gumbel_noise(rows.seed, rows.output_index, logits.shape[1])
-    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
-    token = jnp.where(is_greedy, jnp.argmax(penalised, axis=-1), drawn).astype(jnp.int32)
-    log_mass = jnp.log(jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny))
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    truncation = Truncation(jnp.where(is_greedy, 1.0, rows.temperature), rows.top_k, rows.top_p, rows.min_p)
+    token, sampling_logprob = draw(penalised, truncation, is_greedy, rows.seed, rows.output_index)
     top_logits, top_ids = highest_logits(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    # The highest logit is known: one read of the logits less than `logsumexp` takes.
+    peak = jnp.where(jnp.isfinite(top_logits[:, 0]), top_logits[:, 0], 0.0)
+    normaliser = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1))
     result = SampleResult(
         token=token,
         logprob=_at(logits, token) - normaliser,
-        sampling_logprob=jnp.where(is_greedy, 0.0, _at(scaled, token) - log_mass),
+        sampling_logprob=jnp.where(is_greedy, 0.0, sampling_logprob),
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser[:, None],
     )
@@ -162,28 +152,21 @@ def _at(values: Float32[Array, "rows vocab"], token: Int32[Array, " rows"]) -> F
 def _penalised(
     logits: Float32[Array, "rows vocab"], rows: RowSampling, state: SamplingState
 ) -> Float32[Array, "rows vocab"]:
-    counts = state.output_counts[rows.slot]
-    flags = state.token_flags[rows.slot]
-    biased = logits + state.logit_bias[rows.slot]
-    seen = (counts > 0) | (flags & IN_PROMPT > 0)
+    # Rows without history all read the padding's row, which stays in the cache.
+    slot = jnp.where(rows.uses_history, rows.slot, 0)
+    counts = state.output_counts[slot]
+    flags = state.token_flags[slot]
+    biased = logits + state.logit_bias[slot]
+    # Written without a truth value for each token that is used twice: XLA would store it.
+    seen = counts + (flags & IN_PROMPT) > 0
     factor = rows.repetition[:, None]
     repeated = jnp.where(seen, jnp.where(biased > 0, biased / factor, biased * factor), biased)
     # A tiny factor may have divided beyond the range of float32, and infinity minus itself is no number.
     repeated = jnp.minimum(repeated, jnp.finfo(jnp.float32).max)
-    penalty = rows.presence[:, None] * (counts > 0) + rows.frequency[:, None] * counts
+    penalty = rows.presence[:, None] * jnp.minimum(counts, 1) + rows.frequency[:, None] * counts
     is_blocked = (flags & BLOCKED_AT_FIRST > 0) & (rows.output_index < rows.min_tokens)[:, None]
     penalised = jnp.where(is_blocked, -jnp.inf, repeated - penalty)
     return jnp.where(rows.uses_history[:, None], penalised, logits)
-
-
-def _truncated(
-    penalised: Float32[Array, "rows vocab"], scaled: Float32[Array, "rows vocab"], rows: RowSampling
-) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
-    """The tokens that may be drawn, and the weight exp(scaled) of each of them (0 of the others; 1 of the peak)."""
-    temperature = jnp.where(rows.temperature <= 0.0, 1.0, rows.temperature)
-    cut = truncation_cut(penalised, Truncation(temperature, rows.top_k, rows.top_p, rows.min_p))
-    kept = penalised >= cut[:, None]
-    return kept, jnp.where(kept, jnp.exp(scaled), 0.0)
 
 
 def highest_logits(
