@@ -19,7 +19,8 @@ squares' sums of its tile; B multiplies these rows, adds up the sums of all tile
 product of the scaled rows. The rows are rounded once less than in the plain form. A tile of s itself never leaves its
 block, which adds it in C.
 
-A product takes 64 rows in any case. Rows that no copy filled are multiplied and not stored.
+A product takes 64 rows in any case; what stands behind a stage's own rows is multiplied and not stored. So stages of
+tokens lie as close as their rows allow: the fewer tokens, the more chunks of them are in flight.
 """
 
 import dataclasses
@@ -46,7 +47,8 @@ COLUMN_STEP = 16  # what a block stores comes in multiples of 32 bytes
 WIDEST_PRODUCT = 256  # columns of one wgmma
 WIDEST_TILE = 64  # columns of a tile of A and C, whose sum stays in shared memory
 MOST_WEIGHT_STAGES = 16
-MOST_TOKEN_STAGES = 8
+TOKEN_ROWS = 512  # of all stages of tokens
+MOST_TOKEN_STAGES = 32
 SPAN = 256  # input channels that narrow tiles take in one stage: what is in flight has to fill the memory's latency
 COMPUTE_REGISTERS = 232
 LOADER_REGISTERS = 40
@@ -109,12 +111,17 @@ class TailTiling:
         return max(product.tiles for product in self.products)
 
     @property
+    def lag(self) -> int:
+        """Products of one chunk that may be under way while the next is begun."""
+        return 3 if self.token_stages >= 16 else 1
+
+    @property
     def stage_rows(self) -> int:
         """Rows of 64 channels in a stage of weights."""
         return max(product.width * product.span for product in self.products)
 
     @classmethod
-    def choose(cls, *, hidden: int, mixed: int, inner: int) -> "TailTiling | None":
+    def choose(cls, *, tokens: int, hidden: int, mixed: int, inner: int) -> "TailTiling | None":
         """The tiling of these sizes; None when they cannot be cut."""
         stream, gate = _columns(hidden, WIDEST_TILE), _columns(inner, WIDEST_PRODUCT // 2)
         if stream is None or gate is None or any(size % CHUNK for size in (hidden, mixed, inner)):
@@ -130,11 +137,22 @@ class TailTiling:
             product(hidden, gate, inner, gated=True),
             product(inner, stream, hidden),
         )
-        tokens = 2 * blocks.ROWS * CHUNK * MOST_TOKEN_STAGES
+        token_stages = min(TOKEN_ROWS // _padded(tokens), MOST_TOKEN_STAGES)
+        token_bytes = 2 * CHUNK * _token_rows(tokens, token_stages)
         stage = 2 * CHUNK * max(product.width * product.span for product in products)
         fixed = 2 * blocks.ROWS * (2 * stream + gate) + 4 * blocks.ROWS
-        stages = min((SHARED_BYTES - fixed - tokens) // stage, MOST_WEIGHT_STAGES)
-        return cls(products, stages, MOST_TOKEN_STAGES) if stages >= 3 else None
+        stages = min((SHARED_BYTES - fixed - token_bytes) // stage, MOST_WEIGHT_STAGES)
+        return cls(products, stages, token_stages) if stages >= 3 else None
+
+
+def _padded(tokens: int) -> int:
+    """Rows of a copy, in whole swizzled tiles."""
+    return -(-tokens // ROW_PIECE) * ROW_PIECE
+
+
+def _token_rows(tokens: int, stages: int) -> int:
+    """Rows of all stages, and what a product reads behind the last one."""
+    return (stages - 1) * _padded(tokens) + blocks.ROWS
 
 
 def _columns(outputs: int, most: int) -> int | None:
@@ -149,7 +167,7 @@ def mosaic_shape_refusal(*, tokens: int, hidden: int, mixed: int, inner: int, dt
         return f"tokens and weights are {', '.join(sorted(dtypes))}, not all bfloat16"
     if not 0 < tokens <= blocks.ROWS:
         return f"{tokens} tokens are none or more than the {blocks.ROWS} rows of one product"
-    if TailTiling.choose(hidden=hidden, mixed=mixed, inner=inner) is None:
+    if TailTiling.choose(tokens=tokens, hidden=hidden, mixed=mixed, inner=inner) is None:
         return f"products of {mixed} -> {hidden} -> 2 x {inner} -> {hidden} channels are not cut into one tile a block"
     return None
 
@@ -171,10 +189,10 @@ def decoder_tail_mosaic(
     """See `decoder_tail`; `interpret` takes `plgpu.InterpretGPUParams` on a CPU, and then each product is a launch."""
     tokens, hidden = x.shape
     if tiling is None:
-        tiling = TailTiling.choose(hidden=hidden, mixed=mixed.shape[1], inner=down.shape[1])
+        tiling = TailTiling.choose(tokens=tokens, hidden=hidden, mixed=mixed.shape[1], inner=down.shape[1])
     if tiling is None:
         raise ValueError(f"no tiling for {hidden} channels")
-    padding = ((0, -tokens % ROW_PIECE), (0, 0))
+    padding = ((0, _padded(tokens) - tokens), (0, 0))
     arrays = {
         "x": jnp.pad(x, padding),
         "mixed": jnp.pad(mixed, padding),
@@ -208,7 +226,7 @@ def decoder_tail_mosaic(
                 activation=activation,
             ),
             out_type=list(made.values()),
-            scratch_types=_scratch(tiling, x.dtype),
+            scratch_types=_scratch(tiling, tokens, x.dtype),
             grid=(tiling.blocks,),
             grid_names=("block",),
             num_threads=3,
@@ -226,11 +244,11 @@ def _whole_tiles(tiling: TailTiling) -> int:
     return -(-tiling.products[0].tiles // blocks.ROWS) * blocks.ROWS
 
 
-def _scratch(tiling: TailTiling, dtype: jnp.dtype) -> dict[str, Any]:
+def _scratch(tiling: TailTiling, tokens: int, dtype: jnp.dtype) -> dict[str, Any]:
     out, gate_up, _ = tiling.products
     return {
         "w_smem": blocks.swizzled(tiling.weight_stages, tiling.stage_rows, CHUNK, dtype=dtype),
-        "t_smem": blocks.swizzled(tiling.token_stages, blocks.ROWS, CHUNK, dtype=dtype),
+        "t_smem": blocks.swizzled(_token_rows(tokens, tiling.token_stages), CHUNK, dtype=dtype),
         "stream_smem": blocks.swizzled_rows(blocks.ROWS, out.columns, dtype=dtype),
         "weighed_smem": blocks.swizzled_rows(blocks.ROWS, out.columns, dtype=dtype),
         "squares_smem": plgpu.SMEM((blocks.ROWS,), jnp.float32),
@@ -361,7 +379,7 @@ def _load_tokens_of(phase: _Phase, refs: dict[str, Ref], tiling: TailTiling, scr
         number = phase.token_stages + chunk
         slot = lax.rem(number, tiling.token_stages)
         pl.when(number >= tiling.token_stages)(functools.partial(plgpu.barrier_wait, scratch["t_free"].at[slot]))
-        place = scratch["t_smem"].at[slot, pl.ds(0, tokens.shape[0])]
+        place = scratch["t_smem"].at[pl.ds(slot * tokens.shape[0], tokens.shape[0])]
         plgpu.copy_gmem_to_smem(tokens.at[:, pl.ds(chunk * CHUNK, CHUNK)], place, scratch["t_ready"].at[slot])
 
 
@@ -381,7 +399,7 @@ def _compute_phase(
 ) -> None:
     width = phase.product.columns
     columns = pl.ds(phase.tile * width, width)
-    product = _multiply(phase, tiling, scratch)
+    product = _multiply(phase, refs["mixed"].shape[0], tiling, scratch)
     if phase.name == "gate_up":
         squares = _row_squares(refs["squares"], tiling.products[0].tiles, scratch["squares_smem"])
         scale = lax.rsqrt(squares * (1.0 / phase.product.channels) + rule.epsilon)
@@ -432,41 +450,38 @@ def _row_squares(squares: Ref, tiles: int, staged: Ref) -> Float[Array, "64"]:
     return gpu.load(staged, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def _multiply(phase: _Phase, tiling: TailTiling, scratch: dict[str, Ref]) -> Float[Array, "64 width"]:
-    """The tile's product over all input channels."""
+def _multiply(phase: _Phase, rows: int, tiling: TailTiling, scratch: dict[str, Ref]) -> Float[Array, "64 width"]:
+    """The tile's product over all input channels; `rows` are those of a stage of tokens."""
     product = phase.product
+    # With chunks of weights that fill a stage, all stages but one have to be on their way.
+    lag = min(tiling.lag if product.span > 1 else 1, product.chunks)
+
+    def release(chunk: int | jax.Array, *, ends_stage: bool) -> None:
+        plgpu.barrier_arrive(scratch["t_free"].at[lax.rem(phase.token_stages + chunk, tiling.token_stages)])
+        if ends_stage:
+            stage = phase.weight_stages + chunk // product.span
+            plgpu.barrier_arrive(scratch["w_free"].at[lax.rem(stage, tiling.weight_stages)])
 
     def accumulate(accumulator: Ref) -> jax.Array:
         @pl.loop(0, product.chunks // product.span)
         def _stage(stage: jax.Array) -> None:
-            number = phase.weight_stages + stage
-            slot = lax.rem(number, tiling.weight_stages)
+            slot = lax.rem(phase.weight_stages + stage, tiling.weight_stages)
             plgpu.barrier_wait(scratch[f"{phase.name}_ready"].at[slot])
             for part in range(product.span):
-                chunk = phase.token_stages + stage * product.span + part
-                token_slot = lax.rem(chunk, tiling.token_stages)
+                chunk = stage * product.span + part
+                token_slot = lax.rem(phase.token_stages + chunk, tiling.token_stages)
                 plgpu.barrier_wait(scratch["t_ready"].at[token_slot])
-                rows = pl.ds(part * product.width, product.width)
-                weights = scratch["w_smem"].at[slot, rows].transpose((1, 0))
-                plgpu.wgmma(accumulator, scratch["t_smem"].at[token_slot], weights)
-                # All but this one are done, so what they read is free.
-                plgpu.wgmma_wait(1)
-
-                @pl.when(chunk > phase.token_stages)
-                def _release(chunk: jax.Array = chunk) -> None:
-                    plgpu.barrier_arrive(scratch["t_free"].at[lax.rem(chunk - 1, tiling.token_stages)])
-
-                if part == 0:
-
-                    @pl.when(stage > 0)
-                    def _release_weights(number: jax.Array = number) -> None:
-                        plgpu.barrier_arrive(scratch["w_free"].at[lax.rem(number - 1, tiling.weight_stages)])
+                place = pl.ds(part * product.width, product.width)
+                weights = scratch["w_smem"].at[slot, place].transpose((1, 0))
+                plgpu.wgmma(accumulator, scratch["t_smem"].at[pl.ds(token_slot * rows, blocks.ROWS)], weights)
+                # All but the newest are done, so what they read is free.
+                plgpu.wgmma_wait(lag)
+                ends_stage = (part - lag + 1) % product.span == 0
+                pl.when(chunk >= lag)(functools.partial(release, chunk - lag, ends_stage=ends_stage))
 
         return accumulator[...]
 
     result = pl.run_scoped(accumulate, gpu.ACC((blocks.ROWS, product.width), jnp.float32))
-    last = phase.weight_stages + product.chunks // product.span - 1
-    plgpu.barrier_arrive(scratch["w_free"].at[lax.rem(last, tiling.weight_stages)])
-    last = phase.token_stages + product.chunks - 1
-    plgpu.barrier_arrive(scratch["t_free"].at[lax.rem(last, tiling.token_stages)])
+    for chunk in range(product.chunks - lag, product.chunks):
+        release(chunk, ends_stage=(chunk + 1) % product.span == 0)
     return result
