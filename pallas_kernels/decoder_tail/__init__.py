@@ -17,6 +17,9 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 from tokenspeed_jax.pallas_kernels.linear import GateActivation, linear
 from tokenspeed_jax.pallas_kernels.norm_rules import Norm, NormRule
 
+ORDER: tuple[Implementation, ...] = ("xla", "mosaic")
+"""The separate operations are as fast as the one launch so far, see docs/kernels.md."""
+
 __all__ = ["decoder_tail", "mosaic_refusal"]
 
 Tail = tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None]
@@ -52,8 +55,8 @@ def decoder_tail(
         gate_up: the gate's rows before the up projection's.
         activation: f, by name.
         implementation: None takes the fastest that serves the call. `mosaic`, for at most 64 tokens of bfloat16, is one
-            launch; `xla` are the operations `linear` and `add_norm`, each as fast as it can be, and the definition of
-            the gradients.
+            launch; `xla` are the operations `linear` and `add_norm`, of which each takes its own fastest form, and the
+            definition of the gradients.
 
     Returns:
         The stream, and what is still to be added to it, in x's dtype; None where it is in it already.
@@ -64,7 +67,8 @@ def decoder_tail(
     check_implementation(implementation)
     _check(x, mixed, out_weight, norm, gate_up, down)
     arguments = (x, mixed, out_weight, norm.weight, gate_up, down)
-    implementation = choose_implementation(implementation, mosaic_refusal(x, mixed, out_weight, norm, down))
+    refusal = mosaic_refusal(x, mixed, out_weight, norm, down)
+    implementation = choose_implementation(implementation, refusal, order=ORDER)
     with jax.named_scope("decoder_tail"):
         if implementation == "mosaic":
             return _fused(norm.rule, activation, *arguments), None

@@ -112,8 +112,8 @@ class PrefillTiling:
 
     @classmethod
     def choose(cls, head_dim: int) -> "PrefillTiling":
-        """The largest blocks that fit registers and shared memory."""
-        return cls(*{64: (2, 3), 128: (2, 2), 256: (1, 2)}[head_dim])
+        """Three warpgroups where their registers hold the outputs, else two with the largest blocks that fit."""
+        return cls(*{64: (1, 6, 3), 128: (1, 4, 3), 256: (1, 2)}[head_dim])
 
 
 class Tile(NamedTuple):

@@ -17,6 +17,9 @@ from tokenspeed_jax.pallas_kernels.sampling.reference import draw_reference, tru
 from tokenspeed_jax.pallas_kernels.sampling.truncation import MAX_VOCAB, Truncation
 from tokenspeed_jax.pallas_kernels.sampling.xla import draw_xla, truncation_cut_xla
 
+ORDER: tuple[Implementation, ...] = ("xla", "mosaic")
+"""The kernels are faster, and are taken where a call names them: on a GPU their draws have been timed, not yet compared."""
+
 __all__ = [
     "MAX_VOCAB",
     "Truncation",
@@ -108,6 +111,5 @@ def _choose(implementation: Implementation | None, logits: jax.Array, truncation
     for limit in jax.tree.leaves(truncation):
         if limit.shape != logits.shape[:1]:
             raise ValueError(f"limits of shape {limit.shape} do not fit {logits.shape[0]} rows")
-    return choose_implementation(
-        implementation, mosaic_refusal(logits.shape[1]) if logits.size else "there are no rows"
-    )
+    refusal = mosaic_refusal(logits.shape[1]) if logits.size else "there are no rows"
+    return choose_implementation(implementation, refusal, order=ORDER)

@@ -63,7 +63,7 @@ def test_a_row_has_the_same_bits_beside_other_rows():
     np.testing.assert_array_equal(np.asarray(alone, np.float32)[0], together[5])
 
 
-def test_it_is_the_default_for_few_tokens_of_bfloat16():
+def test_it_serves_few_tokens_of_bfloat16():
     (x, mixed, out_weight), gain, (_, down) = problem(8, *SHAPES[2])
     norm = Norm(gain, NormRule(1e-6))
     assert mosaic_refusal(x, mixed, out_weight, norm, down) is None
