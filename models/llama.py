@@ -76,7 +76,7 @@ class LlamaLayer(nnx.Module):
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         x, normed = self.attention_norm.after(stream)
         x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 class Llama(CausalDecoder):
