@@ -144,8 +144,8 @@ class SparseMLP(nnx.Module):
         return self.experts(x, expert_ids, expert_weights(scores, expert_ids, self.rule))
 
 
-def expert_layer_ids(model: nnx.Module) -> tuple[int, ...]:
-    """Which layers of a model have experts, in order: what the axis of layers of routed-expert ids stands for."""
+def expert_layer_ids(model: Any) -> tuple[int, ...]:
+    """Which layers of a module have experts, in order: what the axis of layers of routed-expert ids stands for."""
     return tuple(sorted(module.layer_id for _, module in nnx.iter_modules(model) if isinstance(module, SparseMLP)))
 
 
