@@ -221,7 +221,7 @@ def test_who_cannot_have_them_is_told(model: nnx.Module) -> None:
         assert error.value.parameter == "return_routed_experts"
         programs = engine._assembly.programs
         assert not programs.model.returns_expert_ids
-    with pytest.raises(ConfigError, match="no layer of .*llama has experts"):
+    with pytest.raises(ConfigError, match=r"no layer of .*llama has experts"):
         Engine(dataclasses.replace(CONFIG, model=str(TINY / "llama")))
     with pytest.raises(InvalidRequest, match="return_routed_experts must be true or false"):
         SamplingParams(return_routed_experts=1)  # type: ignore[arg-type]
