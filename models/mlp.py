@@ -6,6 +6,8 @@ from jaxtyping import Array, Float
 
 from tokenspeed_jax.models.attention import AttentionStep
 from tokenspeed_jax.models.linear import Linear
+from tokenspeed_jax.models.norms import Residual, RMSNorm
+from tokenspeed_jax.pallas_kernels.decoder_tail import decoder_tail
 from tokenspeed_jax.pallas_kernels.linear import GateActivation, linear
 
 
@@ -31,3 +33,15 @@ class GatedMLP(nnx.Module):
         """The step is for blocks with experts, in whose place this one may stand."""
         del step
         return self.down(linear(x, self.gate_up.weight[...], gate=self.activation))
+
+    def after_attention(
+        self, x: Float[Array, "tokens hidden"], mixed: Float[Array, "tokens heads*dim"], out: Linear, norm: RMSNorm
+    ) -> Residual:
+        """A layer that normed x and attended, from there on: the output projection, and this block behind its norm.
+
+        Args:
+            x: the residual stream before the layer.
+            out: the attention's, without a bias.
+        """
+        weights = (out.weight[...], norm.norm, self.gate_up.weight[...], self.down.weight[...])
+        return Residual(*decoder_tail(x, mixed, *weights, activation=self.activation))
