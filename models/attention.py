@@ -3,13 +3,13 @@
 A model declares one spec per layer: an `AttentionSpec`, a `LatentAttentionSpec` or a `RecurrentSpec`. Its layers call
 `attend` or `attend_projected`, `attend_latent`, `convolve` and `recur` with the step they are given, and name no cache
 group: serving passes a step that writes and reads caches, scoring and training pass a `models.plain_step.PlainStep`
-without any.
+without any. Blocks with experts ask the step too, which may note or replace what their router chooses.
 """
 
 import dataclasses
 from typing import NamedTuple, Protocol
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from tokenspeed_jax.pallas_kernels.attention_prologue import AttentionPrologue
 from tokenspeed_jax.pallas_kernels.recurrences import RecurrenceInputs
@@ -148,6 +148,10 @@ class AttentionStep(Protocol):
 
     def recur(self, inputs: RecurrenceInputs, layer: RecurrentSpec) -> Float[Array, "tokens ..."]:
         """The recurrence over each token's own sequence up to itself."""
+        ...
+
+    def routed(self, expert_ids: Int[Array, "tokens top_k"], layer_id: int) -> Int[Array, "tokens top_k"]:
+        """The experts that a layer's tokens go to, given those that its router chose."""
         ...
 
 

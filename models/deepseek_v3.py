@@ -136,20 +136,25 @@ def _score_scale(config: HfConfig, rope: Rope, query_dim: int) -> float:
 class SharedAndRoutedMLP(nnx.Module):
     """The experts that the router picks for a token, plus those that every token takes."""
 
-    def __init__(self, hidden_size: int, experts: SharedAndRouted, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, hidden_size: int, experts: SharedAndRouted, layer_id: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
         self.routed = SparseMLP(
             hidden_size,
             experts.expert_size,
             experts.num_experts,
             experts.routing,
+            layer_id=layer_id,
             dtype=dtype,
             rngs=rngs,
             selection_bias=True,
         )
         self.shared = GatedMLP(hidden_size, experts.shared_size, "silu", dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return self.routed(x) + self.shared(x)
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], step: AttentionStep | None = None
+    ) -> Float[Array, "tokens hidden"]:
+        return self.routed(x, step) + self.shared(x)
 
 
 def shared_and_routed_rules(
@@ -186,7 +191,7 @@ class DeepseekV3Layer(nnx.Module):
         self.mlp = (
             GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
-            else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
+            else SharedAndRoutedMLP(config.hidden_size, config.experts, spec.layer_id, dtype=dtype, rngs=rngs)
         )
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
@@ -195,7 +200,7 @@ class DeepseekV3Layer(nnx.Module):
 
         x, normed = self.attention_norm.after(stream)
         x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, turn, step)))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 def _pairs_apart(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:

@@ -9,10 +9,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tokenspeed_jax.models.attention import AttentionStep
 from tokenspeed_jax.models.hf_config import UnsupportedConfig
 from tokenspeed_jax.models.linear import normal_weight
 from tokenspeed_jax.models.weight_map import WeightRule, linear_rules, same, stacked
-from tokenspeed_jax.pallas_kernels.experts import Activation, RoutingRule, expert_mlp, route
+from tokenspeed_jax.pallas_kernels.experts import (
+    Activation,
+    RoutingRule,
+    best_experts,
+    expert_mlp,
+    expert_scores,
+    expert_weights,
+)
 
 
 class Router(nnx.Module):
@@ -80,6 +88,7 @@ class SparseMLP(nnx.Module):
 
     Args:
         expert_size: inner channels of one expert.
+        layer_id: position of the layer in the model, from 0.
         selection_bias: a float32 bias per expert that shifts the selection alone.
         router_bias, expert_bias: biases of the router's and of the experts' products.
         activation, alpha, limit: see `GatedActivation`.
@@ -93,6 +102,7 @@ class SparseMLP(nnx.Module):
         num_experts: int,
         rule: RoutingRule,
         *,
+        layer_id: int,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         selection_bias: bool = False,
@@ -105,6 +115,7 @@ class SparseMLP(nnx.Module):
     ) -> None:
         rule.check_experts(num_experts)
         self.rule = rule
+        self.layer_id = layer_id
         self.router = Router(
             hidden_size, num_experts, bias=router_bias, dtype=dtype if router_dtype is None else router_dtype, rngs=rngs
         )
@@ -121,10 +132,21 @@ class SparseMLP(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], step: AttentionStep | None = None
+    ) -> Float[Array, "tokens hidden"]:
+        """Of the router's experts, or of those that the step has instead; None has none instead."""
         bias = None if self.selection_bias is None else self.selection_bias[...]
-        expert_ids, weights = route(self.router(x), self.rule, bias)
-        return self.experts(x, expert_ids, weights)
+        scores = expert_scores(self.router(x), self.rule)
+        expert_ids = best_experts(scores, self.rule, bias)
+        if step is not None:
+            expert_ids = step.routed(expert_ids, self.layer_id)
+        return self.experts(x, expert_ids, expert_weights(scores, expert_ids, self.rule))
+
+
+def expert_layer_ids(model: Any) -> tuple[int, ...]:
+    """Which layers of a module have experts, in order: what the axis of layers of routed-expert ids stands for."""
+    return tuple(sorted(module.layer_id for _, module in nnx.iter_modules(model) if isinstance(module, SparseMLP)))
 
 
 def routing_rule(num_experts: int, top_k: int, **fields: Any) -> RoutingRule:

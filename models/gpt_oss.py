@@ -110,6 +110,7 @@ class GptOssLayer(nnx.Module):
             config.intermediate_size,
             config.num_experts,
             RoutingRule(config.experts_per_token, scores="softmax_topk"),
+            layer_id=spec.layer_id,
             router_bias=True,
             expert_bias=True,
             activation="swiglu_oai",
@@ -122,7 +123,7 @@ class GptOssLayer(nnx.Module):
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         x, normed = self.attention_norm.after(stream)
         x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 class GptOss(CausalDecoder):

@@ -227,14 +227,14 @@ class KimiLinearLayer(nnx.Module):
         self.mlp = (
             GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
             if spec.layer_id < config.dense_layers
-            else SharedAndRoutedMLP(config.hidden_size, config.experts, dtype=dtype, rngs=rngs)
+            else SharedAndRoutedMLP(config.hidden_size, config.experts, spec.layer_id, dtype=dtype, rngs=rngs)
         )
 
     def __call__(self, stream: Residual, step: AttentionStep) -> Residual:
         x, normed = self.mixer_norm.after(stream)
         mixed = self.delta(normed, step) if self.recurrent else self.attention(normed, None, step)
         x, normed = self.mlp_norm.after(Residual(x, mixed))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 class KimiLinear(CausalDecoder):

@@ -85,7 +85,7 @@ class LlamaLayer(nnx.Module):
             mixed = self.attention.mix(normed, rotate, step)
             return self.mlp.after_attention(x, mixed, self.attention.out, self.mlp_norm)
         x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 class Llama(CausalDecoder):

@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens, for scoring and for training: a batch of sequences, one forward pass, no cache."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from tokenspeed_jax.models.experts import expert_layer_ids
 from tokenspeed_jax.models.plain_step import PlainStep
 from tokenspeed_jax.models.registry import CausalLM
 
@@ -22,6 +25,7 @@ def token_log_probabilities(
     max_segments: int = 1,
     temperature: float | Float[Array, " batch"] = 1.0,
     remat: bool = False,
+    expert_ids: Int[Array, "batch length moe_layers top_k"] | None = None,
 ) -> Float[Array, "batch length"]:
     """The natural log-probability of every token given those before it in its sequence, in float32.
 
@@ -37,13 +41,17 @@ def token_log_probabilities(
         temperature: what the logits are divided by, above 0; one for all, or one for each row. 1 gives what
             `Sample.logprobs` has, the sampler's temperature what `sampling_logprobs` has if nothing else was set.
         remat: for gradients, keep what goes from layer to layer alone and compute the rest a second time.
+        expert_ids: the experts that tokens go to, in the layers that have some, as `Sample.routed_experts` has them:
+            the sampler's choice instead of this model's routers'. Gradients of the experts' weights flow as always. A
+            token with negative ids goes where the routers send it: so pad with -1, the last token of a sample included.
 
     Returns:
         For each token its own log-probability; 0 for the first of a sequence, which has nothing before it, and for
         padding.
 
     Raises:
-        ValueError: shapes that do not fit, `max_segments` below 1, or a temperature that is known and not above 0.
+        ValueError: shapes that do not fit, experts given to a model that has none, `max_segments` below 1, or a
+            temperature that is known and not above 0.
     """
     segments = _checked_segments(tokens, segment_ids, max_segments, temperature)
     batch, length = tokens.shape
@@ -54,7 +62,13 @@ def token_log_probabilities(
     positions = places - lax.cummax(jnp.where(starts, places, 0), axis=1)
     flat_runs = (jnp.arange(batch, dtype=jnp.int32)[:, None] * (max_segments + 2) + runs).reshape(-1)
     # A row's padding in front of its first sequence is a run of its own.
-    step = PlainStep(flat_runs, positions.reshape(-1), num_segments=batch * (max_segments + 1), row_length=length)
+    step = PlainStep(
+        flat_runs,
+        positions.reshape(-1),
+        num_segments=batch * (max_segments + 1),
+        row_length=length,
+        expert_ids=None if expert_ids is None else _by_layer(model, tokens, expert_ids),
+    )
     hidden = model(tokens.reshape(-1), positions.reshape(-1), step, remat=remat)
     divisors = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32).reshape(-1, 1), (batch, length))
     # A token is predicted by the row before it; a sequence's first is not looked at.
@@ -80,6 +94,20 @@ def _checked_segments(
     if not isinstance(temperature, Tracer) and not (np.asarray(temperature) > 0).all():
         raise ValueError(f"temperature must be above 0, got {temperature}")
     return segment_ids.astype(jnp.int32)
+
+
+def _by_layer(
+    model: CausalLM, tokens: Int[Array, "batch length"], expert_ids: Int[Array, "batch length moe_layers top_k"]
+) -> Mapping[int, Int[Array, "tokens top_k"]]:
+    """Given experts as a `PlainStep` takes them. Raises ValueError where they do not fit the model or the tokens."""
+    layers = expert_layer_ids(model)
+    if not layers:
+        raise ValueError("expert_ids are given, but the model has no experts")
+    expected = (*tokens.shape, len(layers))
+    if expert_ids.ndim != 4 or expert_ids.shape[:3] != expected:
+        raise ValueError(f"expert_ids must be {expected} and top_k, got {expert_ids.shape}")
+    flat = expert_ids.reshape(-1, *expert_ids.shape[2:])
+    return {layer: flat[:, place] for place, layer in enumerate(layers)}
 
 
 def _starts(segments: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:

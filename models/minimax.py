@@ -154,13 +154,21 @@ class MiniMaxLayer(nnx.Module):
             assert isinstance(spec, AttentionSpec)
             self.mixer = LlamaAttention(config, spec, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(dim, epsilon, dtype=dtype)
-        self.mlp = SparseMLP(dim, config.intermediate_size, config.num_experts, config.routing, dtype=dtype, rngs=rngs)
+        self.mlp = SparseMLP(
+            dim,
+            config.intermediate_size,
+            config.num_experts,
+            config.routing,
+            layer_id=spec.layer_id,
+            dtype=dtype,
+            rngs=rngs,
+        )
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         mixed, fed = self.mixer_factors, self.mlp_factors
         _, x = self.mixer_norm.after(stream)
         _, x = self.mlp_norm.after(Residual(mixed.alpha * x, mixed.beta * self.mixer(x, rotate, step)))
-        return Residual(fed.alpha * x, fed.beta * self.mlp(x))
+        return Residual(fed.alpha * x, fed.beta * self.mlp(x, step))
 
 
 class MiniMax(CausalDecoder):

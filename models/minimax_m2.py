@@ -80,12 +80,12 @@ class MiniMaxM2Attention(nnx.Module):
 
 def sparse_mlp(config: MiniMaxM2Config, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> SparseMLP:
     """The same block in every layer; its router is float32 in the checkpoint."""
-    del spec
     return SparseMLP(
         config.hidden_size,
         config.intermediate_size,
         config.num_experts,
         config.routing,
+        layer_id=spec.layer_id,
         dtype=dtype,
         rngs=rngs,
         selection_bias=True,

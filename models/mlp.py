@@ -4,6 +4,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from tokenspeed_jax.models.attention import AttentionStep
 from tokenspeed_jax.models.linear import Linear
 from tokenspeed_jax.models.norms import Residual, RMSNorm
 from tokenspeed_jax.pallas_kernels.decoder_tail import decoder_tail
@@ -26,7 +27,11 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, dtype=dtype, rngs=rngs)
         self.down = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], step: AttentionStep | None = None
+    ) -> Float[Array, "tokens hidden"]:
+        """The step is for blocks with experts, in whose place this one may stand."""
+        del step
         return self.down(linear(x, self.gate_up.weight[...], gate=self.activation))
 
     def after_attention(

@@ -1,6 +1,7 @@
 """`PlainStep`: a forward pass without a cache, for scoring and training, and the tests' own reference."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -34,12 +35,15 @@ class PlainStep:
         num_segments: how many runs of equal ids there are, or more; models with recurrent layers need it.
         row_length: the tokens are rows of this many, and no sequence goes on in the next row; None for one row. The
             cost of attention grows with tokens x row_length.
+        expert_ids: by layer, the experts that tokens go to instead of the router's; a token whose first one is negative
+            goes to the router's. None: all do.
     """
 
     segment_ids: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     num_segments: int | None = None
     row_length: int | None = None
+    expert_ids: Mapping[int, Int[Array, "tokens top_k"]] | None = None
 
     def attend(
         self,
@@ -110,6 +114,13 @@ class PlainStep:
         assert layer.state_shape is not None
         initial = jnp.zeros((rows.num_rows, *layer.state_shape), jnp.float32)
         return RECURRENCES[type(inputs)].walk(inputs, initial, rows).output
+
+    def routed(self, expert_ids: Int[Array, "tokens top_k"], layer_id: int) -> Int[Array, "tokens top_k"]:
+        """The given ones, where there are any."""
+        if self.expert_ids is None:
+            return expert_ids
+        given = self.expert_ids[layer_id]
+        return jnp.where(given[:, :1] >= 0, given.astype(expert_ids.dtype), expert_ids)
 
     def _rows(self) -> RecurrentRows:
         if self.num_segments is None:

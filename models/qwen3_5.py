@@ -105,7 +105,7 @@ class Qwen3_5Layer(nnx.Module):
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         x, normed = self.mixer_norm.after(stream)
         x, normed = self.mlp_norm.after(Residual(x, self.mixer(normed, rotate, step)))
-        return Residual(x, self.mlp(normed))
+        return Residual(x, self.mlp(normed, step))
 
 
 def ignored_qwen_tensors(config: Qwen3_5Config) -> tuple[str, ...]:

@@ -80,7 +80,15 @@ def sparse_or_dense_mlp(
     """A layer's feed-forward block."""
     if not config.sparse[spec.layer_id]:
         return dense_mlp(config, spec, dtype=dtype, rngs=rngs)
-    return SparseMLP(config.hidden_size, config.expert_size, config.num_experts, config.routing, dtype=dtype, rngs=rngs)
+    return SparseMLP(
+        config.hidden_size,
+        config.expert_size,
+        config.num_experts,
+        config.routing,
+        layer_id=spec.layer_id,
+        dtype=dtype,
+        rngs=rngs,
+    )
 
 
 class Qwen3MoELayer(Qwen3Layer):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tokenspeed_jax.models.attention import LayerSpec
+from tokenspeed_jax.models.attention import AttentionStep, LayerSpec
 from tokenspeed_jax.models.decoder import CausalDecoder
 from tokenspeed_jax.models.experts import SparseMLP, expert_rules, routing_rule
 from tokenspeed_jax.models.gated_delta_net import DeltaNetShape
@@ -71,15 +71,25 @@ class Qwen3NextConfig(Qwen3_5Config):
 class GatedSharedMLP(nnx.Module):
     """The experts that the router picks for a token, plus one that every token takes as far as its gate opens."""
 
-    def __init__(self, config: Qwen3NextConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Qwen3NextConfig, layer_id: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         dim = config.hidden_size
-        self.routed = SparseMLP(dim, config.expert_size, config.num_experts, config.routing, dtype=dtype, rngs=rngs)
+        self.routed = SparseMLP(
+            dim,
+            config.expert_size,
+            config.num_experts,
+            config.routing,
+            layer_id=layer_id,
+            dtype=dtype,
+            rngs=rngs,
+        )
         self.shared = GatedMLP(dim, config.shared_size, "silu", dtype=dtype, rngs=rngs)
         self.shared_gate = Linear(dim, 1, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], step: AttentionStep | None = None
+    ) -> Float[Array, "tokens hidden"]:
         gate = jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
-        return self.routed(x) + (gate * self.shared(x)).astype(x.dtype)
+        return self.routed(x, step) + (gate * self.shared(x)).astype(x.dtype)
 
 
 def shared_or_dense_mlp(
@@ -87,7 +97,7 @@ def shared_or_dense_mlp(
 ) -> GatedSharedMLP | GatedMLP:
     """A layer's feed-forward block."""
     if config.sparse[spec.layer_id]:
-        return GatedSharedMLP(config, dtype=dtype, rngs=rngs)
+        return GatedSharedMLP(config, spec.layer_id, dtype=dtype, rngs=rngs)
     return GatedMLP(config.hidden_size, config.intermediate_size, "silu", dtype=dtype, rngs=rngs)
 
 

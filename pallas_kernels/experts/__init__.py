@@ -7,7 +7,13 @@ from jaxtyping import Array, Float, Int
 from tokenspeed_jax.pallas_kernels.experts.activations import Activation, GatedActivation
 from tokenspeed_jax.pallas_kernels.experts.mosaic import expert_mlp_mosaic, mosaic_shape_refusal
 from tokenspeed_jax.pallas_kernels.experts.reference import expert_mlp_reference
-from tokenspeed_jax.pallas_kernels.experts.routing import RoutingRule, route
+from tokenspeed_jax.pallas_kernels.experts.routing import (
+    RoutingRule,
+    best_experts,
+    expert_scores,
+    expert_weights,
+    route,
+)
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 from tokenspeed_jax.pallas_kernels.experts.xla import expert_mlp_xla
 from tokenspeed_jax.pallas_kernels.implementations import (
@@ -17,7 +23,16 @@ from tokenspeed_jax.pallas_kernels.implementations import (
     hopper_refusal,
 )
 
-__all__ = ["Activation", "RoutingRule", "expert_mlp", "mosaic_refusal", "route"]
+__all__ = [
+    "Activation",
+    "RoutingRule",
+    "best_experts",
+    "expert_mlp",
+    "expert_scores",
+    "expert_weights",
+    "mosaic_refusal",
+    "route",
+]
 
 
 def mosaic_refusal(*, hidden: int, inner: int, top_k: int, dtypes: set[str]) -> str | None:

@@ -70,25 +70,44 @@ def route(
     Raises:
         ValueError: a rule that cannot choose among so many experts, or a bias that does not fit.
     """
-    rule.check_experts(logits.shape[-1])
-    if bias is not None and (rule.scores != "sigmoid" or bias.shape != logits.shape[-1:]):
-        raise ValueError(f"a selection bias goes with sigmoid scores, one per expert; got {rule.scores}, {bias.shape}")
+    scores = expert_scores(logits, rule)
+    expert_ids = best_experts(scores, rule, bias)
+    return expert_ids, expert_weights(scores, expert_ids, rule)
+
+
+def expert_scores(logits: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
+    """What experts are ranked by and weighted with, in float32."""
     logits = logits.astype(jnp.float32)
     match rule.scores:
         case "softmax":
-            scores = jax.nn.softmax(logits, axis=-1)
+            return jax.nn.softmax(logits, axis=-1)
         case "softmax_topk":
-            scores = logits
+            return logits
         case "sigmoid":
-            scores = jax.nn.sigmoid(logits)
+            return jax.nn.sigmoid(logits)
+
+
+def best_experts(
+    scores: Float[Array, "tokens experts"], rule: RoutingRule, bias: Float[Array, " experts"] | None = None
+) -> Int[Array, "tokens top_k"]:
+    """The experts that `route` chooses; raises as it does."""
+    rule.check_experts(scores.shape[-1])
+    if bias is not None and (rule.scores != "sigmoid" or bias.shape != scores.shape[-1:]):
+        raise ValueError(f"a selection bias goes with sigmoid scores, one per expert; got {rule.scores}, {bias.shape}")
     ranked = scores if bias is None else scores + bias.astype(jnp.float32)
-    _, expert_ids = lax.top_k(_in_best_groups(ranked, rule), rule.top_k)
+    return lax.top_k(_in_best_groups(ranked, rule), rule.top_k)[1].astype(jnp.int32)
+
+
+def expert_weights(
+    scores: Float[Array, "tokens experts"], expert_ids: Int[Array, "tokens top_k"], rule: RoutingRule
+) -> Float[Array, "tokens top_k"]:
+    """The weights that `route` gives to a token's experts, whoever chose them."""
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     if rule.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     elif rule.renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
-    return expert_ids.astype(jnp.int32), weights * rule.scale
+    return weights * rule.scale
 
 
 def _in_best_groups(ranked: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:

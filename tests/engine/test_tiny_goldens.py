@@ -8,6 +8,7 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -82,15 +83,47 @@ def assert_scores_are_golden(output: RequestOutput, golden: dict[str, Any]) -> N
         assert entry[token].rank == 1 + list(want).index(token) if token in want else entry[token].rank > 5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe"], scope="module")
+FOUR_KINDS = ("llama", "gemma3", "qwen3_5", "qwen3_moe")
+"""A dense, a sliding, a delta-net and an expert family."""
+
+
+@pytest.mark.parametrize("family", FOUR_KINDS, scope="module")
 def test_given_tokens_score_as_they_were_sampled(tiny_engine: EngineFactory, family: str) -> None:
-    """A dense, a sliding, a delta-net and an expert family; the plain method is a trainer's forward pass."""
+    """The plain method is a trainer's forward pass."""
     engine = in_chunks(tiny_engine, family)
     prompts = [random_prompt(seed, 40) for seed in range(4)]
     samples = [output.samples[0] for output in engine.generate(prompts, dataclasses.replace(GREEDY, temperature=0.8))]
     sampled, completions = [sample.logprobs for sample in samples], [sample.token_ids for sample in samples]
     for method in ("plain", "paged"):
         assert np.abs(np.subtract(engine.score(prompts, completions, method=method), sampled)).mean() <= 1e-5
+
+
+@pytest.mark.parametrize("family", FOUR_KINDS, scope="module")
+def test_thirty_updates_leave_sampler_and_trainer_together(tiny_engine: EngineFactory, family: str) -> None:
+    """Programs that the test above has compiled: steps, and a forward pass, here with the trainer's own arrays."""
+    engine = in_chunks(tiny_engine, family)
+    forward = engine._assembly.scorer._forward  # pyright: ignore[reportPrivateUsage]
+    prompts = [random_prompt(seed, 24) for seed in range(2)]
+    params = dataclasses.replace(GREEDY, temperature=0.8, max_tokens=4)
+    first = weights = engine.export_weights()
+    rng, apart = np.random.default_rng(0), []
+    for _ in range(30):
+        weights = jax.tree.map(lambda x: jax.device_put(trained(x, rng)), weights)
+        engine.update_weights(weights, version=engine.weight_version + 1)
+        samples = [output.samples[0] for output in engine.generate(prompts, params)]
+        tokens, is_token = np.zeros((4, 64), np.int32), np.zeros((4, 64), bool)
+        tokens[:2, :28] = [[*prompt, *sample.token_ids] for prompt, sample in zip(prompts, samples, strict=True)]
+        is_token[:2, :28] = True
+        ours = np.asarray(forward(tuple(jax.tree.leaves(weights)), tokens, is_token))[:2, 24:28]
+        apart.append(np.abs(ours - [sample.logprobs for sample in samples]).mean())
+    engine.update_weights(first, version=engine.weight_version + 1)
+    assert max(apart) <= 1e-5
+    assert np.mean(apart[-10:]) <= 2 * np.mean(apart[:10])
+
+
+def trained(array: jax.Array, rng: np.random.Generator) -> np.ndarray:
+    """A little further: a tenth of its spread after thirty times."""
+    return np.asarray(array) + rng.normal(0, 0.02 * np.asarray(array).std(), array.shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")

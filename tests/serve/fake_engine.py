@@ -142,6 +142,11 @@ class FakeSample:
     scheduled_at: float = field(default_factory=time.monotonic)
 
 
+def experts_of(prompt: Sequence[int]) -> np.ndarray:
+    """Two experts of each token in three layers, of whatever the prompt says."""
+    return (np.array(prompt, np.int32)[:, None, None] + np.arange(6, dtype=np.int32).reshape(3, 2)) % 8
+
+
 class FakeEngine:
     """Every sample follows `script(prompt, sample_index)`, one token per round of all running samples.
 
@@ -376,5 +381,6 @@ class FakeEngine:
                 else None,
                 scheduled_at=sample.scheduled_at,
                 weight_version=self.weight_version,
+                routed_experts=experts_of(sample.prompt) if reason and params.return_routed_experts else None,
             )
         )

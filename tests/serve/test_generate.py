@@ -1,7 +1,9 @@
 """`/generate` in SGLang's form: ids in, ids and log-probabilities out, whole or streamed."""
 
+import base64
 import threading
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -9,7 +11,7 @@ from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.serve.app import create_app
 from tokenspeed_jax.serve.config import ServerConfig
 
-from .fake_engine import BOS, EOS, FakeEngine
+from .fake_engine import BOS, EOS, FakeEngine, experts_of
 from .sse import events, joined
 from .test_bad_input import refused
 from .test_lifecycle import eventually
@@ -138,6 +140,18 @@ def test_chunks_hold_all_so_far_and_the_last_one_is_the_whole_reply(client: Test
         assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
         assert len(chunk["meta_info"]["output_weight_versions"]) == len(chunk["output_ids"])
         assert (chunk["meta_info"]["finish_reason"] is None) == (chunk is not chunks[-1])
+
+
+def test_routed_experts_come_in_base64_at_the_end(client: TestClient, engine: FakeEngine) -> None:
+    body = BODY | {"return_routed_experts": True}
+    whole = client.post(PATH, json=body).json()["meta_info"]
+    assert engine.submitted[0][1].return_routed_experts
+    experts = np.frombuffer(base64.b64decode(whole["routed_experts"]), "<i4").reshape(whole["routed_experts_shape"])
+    np.testing.assert_array_equal(experts, experts_of(BODY["input_ids"]))
+    *chunks, _ = events(client, PATH, body)
+    told = [chunk["meta_info"].get("routed_experts") for chunk in chunks]
+    assert told == [None] * (len(chunks) - 1) + [whole["routed_experts"]]
+    assert "routed_experts" not in client.post(PATH, json=BODY).json()["meta_info"]
 
 
 def test_incremental_chunks_join_to_the_whole_reply(engine: FakeEngine) -> None:

@@ -47,6 +47,7 @@ def test_a_reply_is_a_message_of_blocks(client: TestClient, engine: FakeEngine) 
             "output_tokens": len(engine.reply_ids) + 1,
             "output_tokens_details": {"thinking_tokens": 0},
         },
+        "weight_version": 7,
     }
     assert prompt_text(engine) == "[system]Be brief.\n[user]Hi\n[assistant]"
 

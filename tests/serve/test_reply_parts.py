@@ -149,7 +149,7 @@ def message_of(events: list[Any]) -> Any:
                     name = delta["type"].removesuffix("_delta")
                     block[name] += delta[name]
             case "message_delta":
-                message |= event["delta"] | {"usage": event["usage"]}
+                message |= event["delta"] | {name: event[name] for name in ("usage", "weight_version")}
     for block, text in zip(message["content"], written, strict=True):
         if block["type"] == "tool_use" and text:
             try:

@@ -28,6 +28,9 @@ class PagedStep:
 
     Plane values are threaded linearly: each layer reads and replaces its own planes in `planes`, and no older value
     is read afterwards, so that donated planes are updated in place.
+
+    Attributes:
+        expert_ids: by layer, the experts that the step's tokens went to.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class PagedStep:
             implementation: kernels of attention and recurrence to use; None takes the fastest that serves the call.
         """
         self.planes = planes
+        self.expert_ids: dict[int, Int[Array, "tokens top_k"]] = {}
         self._arena = arena
         self._router = router
         self._bindings = bindings
@@ -68,6 +72,11 @@ class PagedStep:
         self._kv_lens = kv_lens
         self._implementation: Implementation | None = implementation
         self._routed = router.route(tables, rows, positions, implementation=implementation)
+
+    def routed(self, expert_ids: Int[Array, "tokens top_k"], layer_id: int) -> Int[Array, "tokens top_k"]:
+        """Where the routers send them, which is noted."""
+        self.expert_ids[layer_id] = expert_ids
+        return expert_ids
 
     def attend(
         self,

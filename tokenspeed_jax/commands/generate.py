@@ -18,9 +18,9 @@ from tokenspeed_jax.options import CommandLine, Configuration
 _INTERRUPTED = 130
 _ENGINE_FAILED = 3
 # One request at a time needs neither a batch, nor every step compiled, nor the engine's own seed, nor a router.
-_DECIDED = frozenset({"max_num_seqs", "warmup", "seed", "kv_events_config"})
-# Log-probabilities have no place in a stream of text; constraints are no value of one option.
-_NOT_SHOWN = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "structured_outputs"})
+_DECIDED = frozenset({"max_num_seqs", "warmup", "seed", "kv_events_config", "enable_return_routed_experts"})
+# Log-probabilities and experts have no place in a stream of text; constraints are no value of one option.
+_NOT_SHOWN = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "return_routed_experts", "structured_outputs"})
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,10 @@ def assemble(config: EngineConfig, source: ModelSource) -> Assembly:
 def _assemble(config: EngineConfig, source: ModelSource, publisher: "EventPublisher | None") -> Assembly:
     device = jax.devices()[0]
     use_compilation_cache(config.compilation_cache_dir)
+    if config.enable_return_routed_experts and not source.moe_layers:
+        raise ConfigError(
+            f"enable_return_routed_experts: no layer of {source.name} has experts", field="enable_return_routed_experts"
+        )
     limits = EngineLimits.resolve(
         config,
         model_limit=source.config.max_position_embeddings,
@@ -294,6 +298,7 @@ def _step_model(
         attention_implementation=None if implementation == "auto" else implementation,
         precision="highest" if in_float32_on_gpu else None,
         returns_logits=returns_logits,
+        returns_expert_ids=config.enable_return_routed_experts,
     )
 
 

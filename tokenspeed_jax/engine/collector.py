@@ -53,4 +53,5 @@ class RequestCollector:
             sampling_logprobs=[x for delta in deltas for x in delta.sampling_logprobs or ()] if want else None,
             top_logprobs=[x for delta in deltas for x in delta.top_logprobs or ()] if want_top else None,
             weight_versions=[delta.weight_version for delta in deltas for _ in delta.token_ids],
+            routed_experts=last.routed_experts,
         )

@@ -155,6 +155,13 @@ class EngineConfig:
             "kernels of attention and recurrences: mosaic (NVIDIA Hopper), xla (any platform); auto picks by platform"
         ),
     )
+    enable_return_routed_experts: bool = field(
+        default=False,
+        metadata=about(
+            "serve requests that ask which experts their tokens went to, for a trainer that replays them; steps then "
+            "hand the experts out"
+        ),
+    )
     grammar_backend: GrammarBackend = field(
         default="auto",
         metadata=about(

@@ -1,9 +1,8 @@
 """`Engine`: the public face. Generates, streams, scores; owns one model on one device."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 import jax
 from flax import nnx
@@ -13,14 +12,15 @@ from tokenspeed_jax.engine.activity import Activity
 from tokenspeed_jax.engine.assembly import Assembly, assemble
 from tokenspeed_jax.engine.collector import RequestCollector
 from tokenspeed_jax.engine.config import EngineConfig
+from tokenspeed_jax.engine.delta_stream import delta_stream
 from tokenspeed_jax.engine.device_memory import explained
-from tokenspeed_jax.engine.given_tokens import GivenCompletions, GivenTokens, ScoreMethod
+from tokenspeed_jax.engine.given_tokens import GivenTokens, ScoreMethod
 from tokenspeed_jax.engine.inbox import LiveRequestMode
 from tokenspeed_jax.engine.lifecycle import SleepReport, WakeReport
 from tokenspeed_jax.engine.memory import MemoryReport
 from tokenspeed_jax.engine.outputs import RequestDelta, RequestOutput
 from tokenspeed_jax.engine.profiler import Profiler
-from tokenspeed_jax.engine.prompts import Prompt, as_token_ids, present
+from tokenspeed_jax.engine.prompts import Prompt, present
 from tokenspeed_jax.engine.request_options import RequestOptions
 from tokenspeed_jax.engine.sampling_params import SamplingParams
 from tokenspeed_jax.engine.source import ModelSource
@@ -83,6 +83,11 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         return present(self._assembly.source.tokenizer)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Ids of the layers that have experts, in the order in which `Sample.routed_experts` has them."""
+        return self._assembly.source.moe_layers
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -163,7 +168,7 @@ class Engine:
         options = RequestOptions(priority, cache_salt)
         return self._assembly.intake.submit(list(prompt_token_ids), params, options, request_id, on_delta)
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -182,31 +187,8 @@ class Engine:
             EngineClosed: the engine was closed, or failed while it generated.
             EngineStateError: as in `generate`.
         """
-        params, loop = params or SamplingParams(), asyncio.get_running_loop()
-        queue: asyncio.Queue[RequestDelta] = asyncio.Queue()
-
-        def push(delta: RequestDelta) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, delta)
-            except RuntimeError:  # the loop was closed, as by an interrupt: nobody is left to tell
-                self.abort(delta.request_id)
-
-        token_ids = await asyncio.to_thread(as_token_ids, prompt, self._assembly.source.tokenizer)
-        if params.structured_outputs is not None:
-            await asyncio.to_thread(self.compile_grammar, params.structured_outputs)
         options = RequestOptions(priority, cache_salt)
-        request_id = self._assembly.intake.submit(token_ids, params, options, request_id, push)
-        running = params.n
-        try:
-            while running:
-                delta = await queue.get()
-                running -= delta.finish_reason is not None
-                if delta.finish_reason == "error":
-                    self._assembly.lifecycle.explain_cut({"error"})
-                yield delta
-        finally:
-            if running:
-                self.abort(request_id)
+        return delta_stream(self._assembly, prompt, params or SamplingParams(), options, request_id, self.abort)
 
     def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> None:
         """Compiles a constraint ahead of `submit`, which else does it itself: up to a second for a large one.
@@ -221,9 +203,21 @@ class Engine:
         if self.is_healthy:
             self._loop.abort(request_id)
 
+    @overload
     def score(
-        self, prompts: Prompt | Sequence[Prompt], completions: GivenCompletions = None, *, method: ScoreMethod = "plain"
-    ) -> Any:
+        self, prompts: Sequence[int], completions: None = None, *, method: ScoreMethod = "plain"
+    ) -> list[float | None]: ...
+    @overload
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], *, method: ScoreMethod = "plain"
+    ) -> list[list[float]]: ...
+    def score(
+        self,
+        prompts: Sequence[int] | Sequence[Prompt],
+        completions: Sequence[Sequence[int]] | None = None,
+        *,
+        method: ScoreMethod = "plain",
+    ) -> list[float | None] | list[list[float]]:
         """Natural log-probability under the model of each token of each completion, given all before it.
 
         Args:
@@ -232,18 +226,20 @@ class Engine:
             method: "plain", forward passes without a cache on this thread, or "paged", the steps that prefill prompts.
 
         Returns:
-            A `list[list[float]]`, one list per completion; of one sequence a `list[float | None]`.
+            One list per completion; without completions the one of the sequence.
 
         Raises:
             InvalidRequest: see `GivenTokens.of`.
             EngineStateError: the engine sleeps, or has no weights.
             EngineClosed: the engine is closed, or ends meanwhile.
         """
-        given = GivenTokens.of(prompts, completions, method, self._assembly.source.tokenizer, self._assembly.limits)
+        tokenizer, limits = self._assembly.source.tokenizer, self._assembly.limits
+        given = GivenTokens.of(prompts, completions, method, tokenizer, limits)
         if not self.is_healthy:
             raise EngineClosed("the engine is closed")
         self._assembly.lifecycle.check_awake()
-        return given.scored_by(self._assembly.scorer.score, self.generate)
+        whole = given.scored_by(self._assembly.scorer.score, self.generate)
+        return whole[0] if completions is None else given.of_completions(whole)
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache between two steps, and waits for that.

@@ -15,9 +15,6 @@ from tokenspeed_jax.text import Tokenizer
 ScoreMethod = Literal["plain", "paged"]
 """`plain`: a forward pass without a cache. `paged`: the steps that prefill prompts."""
 
-GivenCompletions = Sequence[Sequence[int]] | None
-"""Token ids behind each prompt; None where the prompt is all there is."""
-
 Scores = list[list[float | None]]
 """Of whole sequences; None for the first token of each."""
 
@@ -31,18 +28,18 @@ class GivenTokens:
 
     Attributes:
         sequences: each prompt with its completion.
-        prompt_lengths: how many tokens of each sequence are its prompt; None for a single sequence without one.
+        prompt_lengths: how many tokens of each sequence are its prompt; 0 for a single sequence without one.
     """
 
     sequences: list[list[int]]
-    prompt_lengths: list[int] | None
+    prompt_lengths: list[int]
     method: ScoreMethod
 
     @classmethod
     def of(
         cls,
-        prompts: Prompt | Sequence[Prompt],
-        completions: GivenCompletions,
+        prompts: Sequence[int] | Sequence[Prompt],
+        completions: Sequence[Sequence[int]] | None,
         method: ScoreMethod,
         tokenizer: Tokenizer | None,
         limits: EngineLimits,
@@ -57,7 +54,7 @@ class GivenTokens:
         if method not in get_args(ScoreMethod):
             raise InvalidRequest(f"method must be plain or paged, got {method!r}", parameter="method")
         if completions is None:
-            given = cls([list(cast("Sequence[int]", prompts))], None, method)
+            given = cls([list(cast("Sequence[int]", prompts))], [0], method)
         else:
             given = cls._joined(cast("Sequence[Prompt]", prompts), completions, method, tokenizer, limits)
         for sequence in given.sequences:
@@ -88,8 +85,8 @@ class GivenTokens:
 
     def scored_by(
         self, plain: Callable[[list[list[int]]], Scores], generate: Callable[..., list[RequestOutput]]
-    ) -> Scores | list[float | None]:
-        """What `Engine.score` returns: each completion's part of its sequence's scores, or the scores of the one.
+    ) -> Scores:
+        """The scores of all sequences.
 
         Args:
             plain: scores whole sequences without a cache.
@@ -99,12 +96,13 @@ class GivenTokens:
             EngineClosed: the engine ended meanwhile.
         """
         if self.method == "plain":
-            scores = plain(self.sequences)
-        else:
-            scores = _prompt_scores(generate(self.sequences, PREFILL_ALONE))
-        if self.prompt_lengths is None:
-            return scores[0]
-        return [row[length:] for row, length in zip(scores, self.prompt_lengths, strict=True)]
+            return plain(self.sequences)
+        return _prompt_scores(generate(self.sequences, PREFILL_ALONE))
+
+    def of_completions(self, whole: Scores) -> list[list[float]]:
+        """Each completion's part of its sequence's scores; a prompt has at least the token that has no score."""
+        parts = zip(whole, self.prompt_lengths, strict=True)
+        return [[score for score in row[length:] if score is not None] for row, length in parts]
 
 
 def _prompt_scores(outputs: list[RequestOutput]) -> Scores:

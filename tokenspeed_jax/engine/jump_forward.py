@@ -70,8 +70,12 @@ class JumpForward:
 
 
 def _jump_of(sample: SampleState) -> Jump | None:
-    # Log-probabilities are those of what a step has drawn, and none of what is forced is drawn.
-    if sample.finished or sample.matcher is None or sample.params.logprobs or sample.request.max_tokens == 0:
+    # Log-probabilities are those of what a step has drawn, and none of what is forced is drawn. What is forced at a
+    # sample's end is not even fed, and has no experts.
+    params = sample.params
+    if sample.finished or sample.matcher is None or params.logprobs or params.return_routed_experts:
+        return None
+    if sample.request.max_tokens == 0:
         return None
     tokens = sample.matcher.take_forced()
     if not tokens:

@@ -18,6 +18,7 @@ class EngineLimits:
         max_num_seqs: rows of a step, and request slots.
         max_num_batched_tokens: tokens of a step.
         prefix_granularity: tokens per prefix page.
+        returns_routed_experts: whether requests may ask for the experts of their tokens.
         overlap_depth: steps that may be planned ahead of the landed one, 0 or 1.
     """
 
@@ -27,6 +28,7 @@ class EngineLimits:
     prefix_granularity: int
     overlap_depth: int
     vocab_size: int
+    returns_routed_experts: bool = False
 
     @classmethod
     def resolve(cls, config: EngineConfig, *, model_limit: int, vocab_size: int, platform: str) -> Self:
@@ -59,4 +61,5 @@ class EngineLimits:
             prefix_granularity=config.prefix_granularity or DEFAULT_PREFIX_GRANULARITY,
             overlap_depth=int(config.overlap_schedule),
             vocab_size=vocab_size,
+            returns_routed_experts=config.enable_return_routed_experts,
         )

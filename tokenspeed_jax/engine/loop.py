@@ -13,28 +13,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from tokenspeed_jax import scheduler as scheduling
 from tokenspeed_jax.engine.activity import Activity, take_activity
 from tokenspeed_jax.engine.batch import BatchBuilder, BuiltBatch
 from tokenspeed_jax.engine.device_memory import out_of_memory
+from tokenspeed_jax.engine.in_flight import InFlight
 from tokenspeed_jax.engine.inbox import Change, Inbox, LiveRequestMode, Submission
 from tokenspeed_jax.engine.jump_forward import JumpForward
 from tokenspeed_jax.engine.landing import RowResults, land
 from tokenspeed_jax.engine.live_requests import LiveRequests
 from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.programs import StepPrograms
-from tokenspeed_jax.engine.prompt_scorer import PendingScores
 from tokenspeed_jax.engine.redraw import Redraw
 from tokenspeed_jax.engine.requests import SampleState
+from tokenspeed_jax.engine.routed_experts import PendingExperts
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
-from tokenspeed_jax.engine.step import DeviceOutputs, unpack_outputs
+from tokenspeed_jax.engine.step import DeviceOutputs
 from tokenspeed_jax.errors import EngineStateError
 from tokenspeed_jax.kv_events.feed import KVEventFeed
 from tokenspeed_jax.weights.weight_conversion import PreparedWeights
@@ -42,16 +41,6 @@ from tokenspeed_jax.weights.weight_conversion import PreparedWeights
 _LOG = logging.getLogger(__name__)
 _MAX_EMPTY_ROUNDS = 1000
 """Rounds in a row that may plan nothing while nothing is in flight; more means that scheduling is stuck."""
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    round_number: int
-    built: BuiltBatch
-    packed: jax.Array
-    scores: PendingScores
-    dispatched_at: float
-    weight_version: int
 
 
 class StepLoop:
@@ -89,7 +78,7 @@ class StepLoop:
         self._live = LiveRequests(scheduler, stats, self._inbox.queued)
         self._is_paused = False
         self._change: Change | None = None
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._slot_owner: dict[int, SampleState] = {}
         self._empty_rounds = 0
         self._was_idle = True
@@ -327,8 +316,9 @@ class StepLoop:
         self._observe_overlap()
         dispatched_at = time.perf_counter()
         scores = self._programs.scorer.dispatch(built, outputs.hidden)
+        experts = PendingExperts.of(built, outputs.expert_ids)
         packed = self._redrawn(round_number, built, outputs) if built.constrained else outputs.packed
-        self._in_flight.append(_InFlight(round_number, built, packed, scores, dispatched_at, version))
+        self._in_flight.append(InFlight(round_number, built, packed, scores, experts, dispatched_at, version))
 
     def _redrawn(self, round_number: int, built: BuiltBatch, outputs: DeviceOutputs) -> jax.Array:
         """Dispatches the draws of a step's constrained rows, once the tokens before them are known."""
@@ -369,7 +359,7 @@ class StepLoop:
                 sample.scheduled_at = now
             if sample.request.cached_tokens is None:
                 sample.request.cached_tokens = starts[index]
-                looked_up = sample.request.prompt_scores is None
+                looked_up = not sample.request.computes_whole_prompt
                 self._stats.observe_prompt(len(sample.request.prompt_token_ids), starts[index], looked_up=looked_up)
             if sample.params.uses_history:
                 blocked = blocked_ids(sample.params, self._eos_token_ids)
@@ -381,10 +371,8 @@ class StepLoop:
         while self._in_flight:
             self._land(self._in_flight.popleft())
 
-    def _land(self, step: _InFlight) -> None:
-        outputs = unpack_outputs(np.asarray(step.packed))
-        step.scores.land()
-        results, deltas = land(step.built, outputs, step.weight_version)
+    def _land(self, step: InFlight) -> None:
+        results, deltas = land(step.built, step.land(), step.weight_version)
         results.apply(self._scheduler, step.round_number)
         begun, self._landed_at = max(step.dispatched_at, self._landed_at), time.perf_counter()
         self._stats.observe_step(self._landed_at - begun, step.built.num_tokens)

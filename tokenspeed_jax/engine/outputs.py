@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -27,6 +29,10 @@ class Sample:
             all of these (0.0 at temperature 0); None unless asked for.
         top_logprobs: per token the most probable ids under the same distribution as `logprobs`.
         weight_versions: per token the version of the weights that it was drawn with.
+        routed_experts: int32[tokens, moe_layers, top_k], the experts of every token that the model was fed: of all the
+            prompt and the sample but its newest token, of which nothing was computed. The layers are
+            `Engine.moe_layers`. A sample that was aborted has those of the tokens that were computed until then. None
+            unless asked for, or if there are none.
     """
 
     token_ids: list[int]
@@ -37,6 +43,7 @@ class Sample:
     sampling_logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     weight_versions: list[int] = field(default_factory=list)
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class RequestDelta:
             ended before that.
         prompt_logprobs: as in `RequestOutput`; a sample's first delta carries them and no other.
         weight_version: of the weights that its tokens were drawn with; without tokens, that of those before.
+        routed_experts: as in `Sample`; a sample's last delta carries them and no other.
     """
 
     request_id: str
@@ -84,3 +92,4 @@ class RequestDelta:
     scheduled_at: float | None = None
     prompt_logprobs: PromptLogprobs | None = None
     weight_version: int = 0
+    routed_experts: np.ndarray | None = field(default=None, compare=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tokenspeed_jax import scheduler as scheduling
+from tokenspeed_jax.engine.expert_record import ExpertRecord
 from tokenspeed_jax.engine.outputs import FinishReason, RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs, PromptScores
 from tokenspeed_jax.engine.request_options import RequestOptions
@@ -47,6 +48,7 @@ class SampleState:
         scheduler_id: id towards the scheduler, unique for the engine's life.
         seed: 63-bit seed of this sample's noise.
         matcher: where the sample is in the grammar that constrains it; None without one.
+        experts: where the experts of its tokens are gathered; None when nobody asks for them.
         constants: what each of its steps uploads for sampling, packed once, since the step loop does it for hundreds
             of rows at a time: `INT_CONSTANTS` as 32-bit integers, then `FLOAT_CONSTANTS` as float32.
         token_ids: landed tokens, those of `jump` included.
@@ -75,6 +77,9 @@ class SampleState:
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
+        self.experts: ExpertRecord | None = None
+        if params.return_routed_experts:
+            self.experts = ExpertRecord(self.request.samples[0].experts if self.index > 0 else None)
         self.prompt_length = len(self.request.prompt_token_ids)
         self.is_plain_greedy = params.is_plain_greedy and self.matcher is None
         self.constants = _CONSTANTS.pack(
@@ -100,9 +105,9 @@ class SampleState:
         spec.cache_salt = options.cache_salt or ""
         # An undeclared budget reserves nothing ahead: most replies end long before the context does.
         spec.max_new_tokens = self.params.max_tokens or 0
-        # The prompt is computed, and scored, for the first sample alone.
+        # The prompt is computed for the first sample alone.
         spec.fork_of = self.request.samples[0].scheduler_id if self.index > 0 else ""
-        spec.reads_prefix_cache = self.request.prompt_scores is None or self.index > 0
+        spec.reads_prefix_cache = not self.request.computes_whole_prompt or self.index > 0
         return spec
 
     def delta(
@@ -132,6 +137,7 @@ class SampleState:
             scheduled_at=self.scheduled_at,
             prompt_logprobs=self._untold_prompt_logprobs(),
             weight_version=self.weight_version,
+            routed_experts=None if self.experts is None or finish_reason is None else self.experts.whole(),
         )
 
     def last_delta(self) -> RequestDelta:
@@ -174,6 +180,11 @@ class RequestState:
     def __post_init__(self) -> None:
         count = self.params.prompt_logprobs
         self.prompt_scores = None if count is None else PromptScores(self.prompt_token_ids, count)
+
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether something is asked of every token of the prompt, so that none may come from the prefix cache."""
+        return self.prompt_scores is not None or self.params.return_routed_experts
 
     @property
     def finished(self) -> bool:

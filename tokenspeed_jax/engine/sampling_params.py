@@ -57,6 +57,8 @@ class SamplingParams:
         top_logprobs: also return this many most probable tokens per position.
         prompt_logprobs: return log-probabilities of the prompt's tokens, with this many most probable tokens per
             position. All of the prompt is then computed: none of it is taken from the prefix cache.
+        return_routed_experts: return which experts the tokens of prompt and output went to, from an engine with
+            `enable_return_routed_experts`. All of the prompt is then computed, as for `prompt_logprobs`.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the text of the id, that ended the sample.
         structured_outputs: what the text has to look like.
@@ -80,6 +82,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
@@ -110,7 +113,13 @@ class SamplingParams:
             raise InvalidRequest("top_logprobs needs logprobs=True", parameter="top_logprobs")
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        for name in ("ignore_eos", "logprobs", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in (
+            "ignore_eos",
+            "logprobs",
+            "return_routed_experts",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", parameter=name)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

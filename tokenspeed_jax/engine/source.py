@@ -12,6 +12,7 @@ from tokenspeed_jax.engine.config import EngineConfig
 from tokenspeed_jax.engine.memory import tree_bytes
 from tokenspeed_jax.engine.stop import TextSource
 from tokenspeed_jax.errors import ConfigError
+from tokenspeed_jax.models.experts import expert_layer_ids
 from tokenspeed_jax.models.registry import ModelConfig
 from tokenspeed_jax.text import Detokenizer, Tokenizer
 from tokenspeed_jax.weights import CheckpointConfig, load_model, model_of, open_checkpoint
@@ -36,6 +37,7 @@ class ModelSource:
         weight_bytes: device bytes that `build` will add.
         build: puts the model on the device and returns it; may be called once.
         shares_weights: whether the model's arrays are somebody else's too.
+        moe_layers: ids of the layers that have experts.
         dtype: compute dtype; keys and values are cached in it too.
     """
 
@@ -46,6 +48,7 @@ class ModelSource:
     build: Callable[[], nnx.Module]
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
+    moe_layers: tuple[int, ...]
     shares_weights: bool = False
 
     @classmethod
@@ -69,6 +72,7 @@ class ModelSource:
             build=lambda: load_model(checkpoint, dtype=dtype, progress=progress),
             tokenizer=tokenizer,
             eos_token_ids=tokenizer.eos_token_ids,
+            moe_layers=expert_layer_ids(shapes),
         )
 
     @classmethod
@@ -90,8 +94,8 @@ class ModelSource:
             raise ConfigError(f"dtype {config.dtype} differs from the model's own {dtype.name}", field="dtype")
         eos = eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
         # Handed on rather than kept: once there are other weights, nothing here may keep these alive.
-        handed_on = [model]
-        return cls(config.model, model.config, dtype, 0, handed_on.pop, tokenizer, eos, shares_weights=True)
+        handed_on, moe_layers = [model], expert_layer_ids(model)
+        return cls(config.model, model.config, dtype, 0, handed_on.pop, tokenizer, eos, moe_layers, shares_weights=True)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> TextSource:
         """A fresh incremental detokenizer for one sample."""

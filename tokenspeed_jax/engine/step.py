@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int16
 
 from tokenspeed_jax.attention.paged import PagedStep
 from tokenspeed_jax.cache.arena import CacheArena
@@ -62,6 +62,7 @@ class StepModel:
         structure: what makes a module of the weights, which are a step argument.
         precision: matmul precision of every product in the step; None leaves JAX's default.
         returns_logits: whether steps that run the whole sampler hand out their logits, from which `redraw` draws.
+        returns_expert_ids: whether steps hand out the experts of their tokens.
     """
 
     structure: ModelStructure
@@ -71,6 +72,7 @@ class StepModel:
     attention_implementation: Implementation | None
     precision: str | None
     returns_logits: bool = False
+    returns_expert_ids: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +85,13 @@ class DeviceOutputs:
         logits: of each row, from which `redraw` draws; None where steps of this kind do not hand them out.
         hidden: what the model made of every token, which `PromptScorer` scores; None in decode mode, which feeds no
             prompts.
+        expert_ids: of every token, in the layers that have experts; None where the engine does not return them.
     """
 
     packed: Int[Array, "rows columns"]
     logits: Float[Array, "rows vocab"] | None = None
     hidden: Float[Array, "tokens hidden"] | None = None
+    expert_ids: Int16[Array, "tokens moe_layers top_k"] | None = None
 
 
 StepResult = tuple[Planes, DeviceState, DeviceOutputs]
@@ -133,10 +137,16 @@ def build_step(model: StepModel, layout: BatchLayout) -> Callable[..., StepResul
             pack_outputs(result),
             logits=logits if returns_logits else None,
             hidden=hidden if bucket.mode == "extend" else None,
+            expert_ids=_stacked(attention.expert_ids) if model.returns_expert_ids else None,
         )
         return attention.planes, DeviceState(last_tokens, sampling, tables), outputs
 
     return step
+
+
+def _stacked(expert_ids: dict[int, Int[Array, "tokens top_k"]]) -> Int16[Array, "tokens moe_layers top_k"]:
+    """In the order of the layers; no model has experts that 16 bits do not count."""
+    return jnp.stack([expert_ids[layer] for layer in sorted(expert_ids)], axis=1).astype(jnp.int16)
 
 
 def _draw(

@@ -57,6 +57,11 @@ def check_sampling(
             f"min_tokens must not exceed the {max_tokens} tokens that can be generated, got {params.min_tokens}",
             parameter="min_tokens",
         )
+    if params.return_routed_experts and not limits.returns_routed_experts:
+        raise InvalidRequest(
+            "return_routed_experts needs an engine that was started with enable_return_routed_experts",
+            parameter="return_routed_experts",
+        )
     for token in params.stop_token_ids:
         _check_token_id("stop_token_ids", token, limits.vocab_size)
     for token in params.logit_bias:

@@ -294,8 +294,8 @@ class ModelServer:
                 choices = await while_connected(request.receive, generation.finish(reply.take))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        # Whole prompts are too much to encode between two events of other streams.
-        is_long = params.prompt_logprobs is not None
+        # What is told of whole prompts is too much to encode between two events of other streams.
+        is_long = params.prompt_logprobs is not None or params.return_routed_experts
         body = await run_in_threadpool(reply.body, choices) if is_long else reply.body(choices)
         return Response(body, headers=headers, media_type=_JSON)
 
@@ -362,7 +362,7 @@ async def _events(generation: Generation, reply: StreamedReply) -> AsyncIterator
     if opening := reply.opening():
         yield opening
     async for batch in generation.batches():
-        is_long = any(delta.prompt_logprobs is not None for _, delta in batch)
+        is_long = any(delta.prompt_logprobs is not None or delta.routed_experts is not None for _, delta in batch)
         if growth := await run_in_threadpool(grown, batch) if is_long else grown(batch):
             yield growth
     yield reply.closing(generation.choices)

@@ -145,7 +145,7 @@ class ChatReply(ChunkedReply):
         """The whole reply as JSON."""
         body = self._head.envelope("chat.completion") | {
             "choices": [self._whole(choice) for choice in choices],
-            "usage": self._head.usage(choices),
+            **self._head.totals(choices),
         }
         if self._returns_ids:
             body["prompt_token_ids"] = choices[0].prompt_token_ids
@@ -183,7 +183,7 @@ class ChatReply(ChunkedReply):
             chunks.append(chunk)
         if delta.finish_reason is not None:
             chunks.append(self._chunk(index, {}, None, self._open[index].finish_reason(delta.finish_reason)))
-        return chunks
+        return [chunk | {"weight_version": delta.weight_version} for chunk in chunks]
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -98,7 +98,7 @@ class CompletionReply(ChunkedReply):
         """The whole reply as JSON."""
         return msgspec.json.encode(
             self._head.envelope("text_completion")
-            | {"choices": [self._whole(choice) for choice in choices], "usage": self._head.usage(choices)}
+            | {"choices": [self._whole(choice) for choice in choices], **self._head.totals(choices)}
         )
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class CompletionReply(ChunkedReply):
             chunks.append(self._chunk(index, delta.text, self._logprobs_of(index, delta), None, delta))
         if delta.finish_reason is not None:
             chunks.append(self._chunk(index, "", None, delta.finish_reason, None))
-        return chunks
+        return [chunk | {"weight_version": delta.weight_version} for chunk in chunks]
 
     def _chunk(
         self, index: int, text: str, logprobs: Any, finish_reason: str | None, delta: RequestDelta | None

@@ -1,5 +1,6 @@
 """`POST /generate`: SGLang's token-level endpoint. Ids or text in, ids, text and log-probabilities out."""
 
+import base64
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from tokenspeed_jax.engine.outputs import RequestDelta
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
@@ -97,7 +99,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     neutral_fields: ClassVar[Mapping[str, Neutral]] = {
         **dict.fromkeys(("input_embeds", "lora_path", "custom_logit_processor", "session_id"), never),
         **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities", "session_params"), empty),
-        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "background"), equals(False)),
+        **dict.fromkeys(("return_hidden_states", "background"), equals(False)),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key"), never),
         "token_ids_logprob": empty,
         "log_metrics": equals(True),
@@ -112,6 +114,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -161,6 +164,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 logprobs=bool(self.return_logprob),
                 top_logprobs=self.top_logprobs_num or 0,
                 prompt_logprobs=(self.top_logprobs_num or 0) if self.scores_input else None,
+                return_routed_experts=bool(self.return_routed_experts),
             )
         except InvalidRequest as error:
             raise refusal(error, self.names) from None
@@ -294,6 +298,8 @@ class GenerateReply(ChunkedReply):
         }
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._start
+        if choice.routed_experts is not None:
+            meta |= _encoded_experts(choice.routed_experts)
         if prompt is not None:
             meta |= self._input_entries(choice, prompt)
         if self._params.logprobs:
@@ -308,6 +314,14 @@ class GenerateReply(ChunkedReply):
         """The id of the choice's prompt, by which `/abort_request` finds it."""
         prompt_index = choice.index // self._params.n
         return f"{self._head.reply_id}-{prompt_index}" if self._has_many_prompts else self._head.reply_id
+
+
+def _encoded_experts(routed_experts: np.ndarray) -> dict[str, Any]:
+    """As SGLang has them, little-endian int32 in base64, and how many there are."""
+    return {
+        "routed_experts": base64.b64encode(routed_experts.astype("<i4").tobytes()).decode(),
+        "routed_experts_shape": routed_experts.shape,
+    }
 
 
 def _weight_versions(source: Choice | RequestDelta) -> list[int]:

@@ -53,7 +53,7 @@ class MessagesReply:
         (choice,) = choices
         parts = self._parts_for(choice.prompt_token_ids).parts
         message = self._message([_whole_block(part) for part in parts], self._usage(choice))
-        return msgspec.json.encode(message | self._end(choice))
+        return msgspec.json.encode(message | self._end(choice) | {"weight_version": choice.weight_version})
 
     def opening(self) -> bytes:
         """Nothing: the first event says how much of the prompt was cached, which the first token tells."""
@@ -71,7 +71,8 @@ class MessagesReply:
     def closing(self, choices: list[Choice]) -> bytes:
         """Why the message ended, with the final counts."""
         (choice,) = choices
-        ended = _encoded("message_delta", delta=self._end(choice), usage=self._usage(choice))
+        usage, version = self._usage(choice), choice.weight_version
+        ended = _encoded("message_delta", delta=self._end(choice), usage=usage, weight_version=version)
         return ended + _encoded("message_stop")
 
     def failure(self, error: ApiError) -> bytes:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tokenspeed_jax.engine.outputs import RequestDelta, TopLogprobs
 from tokenspeed_jax.engine.prompt_logprobs import PromptLogprobs
 
@@ -15,6 +17,7 @@ class Choice:
         index: `prompt index * n + sample index`, OpenAI's order.
         keeps_output: False in a stream, where only counts are needed after a delta was sent.
         weight_version: of the weights that the last token was drawn with; `weight_versions` has each token's.
+        routed_experts: as `Sample` has them, once the choice has ended.
     """
 
     index: int
@@ -33,6 +36,7 @@ class Choice:
     stop_reason: str | int | None = None
     weight_version: int = 0
     weight_versions: list[int] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
 
     @property
     def text(self) -> str:
@@ -46,6 +50,7 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.weight_version = delta.weight_version
+        self.routed_experts = delta.routed_experts
         if self.keeps_output:
             self.weight_versions += [delta.weight_version] * len(delta.token_ids)
             self.token_ids += delta.token_ids
@@ -84,7 +89,11 @@ class ReplyHead:
 
     def usage_chunk(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
         """The chunk without choices that carries the usage."""
-        return self.envelope(kind) | {"choices": [], "usage": self.usage(choices)}
+        return self.envelope(kind) | {"choices": [], **self.totals(choices)}
+
+    def totals(self, choices: list[Choice]) -> dict[str, Any]:
+        """What closes a body: the usage, and the version of the weights that drew the newest token."""
+        return {"usage": self.usage(choices), "weight_version": max(choice.weight_version for choice in choices)}
 
     def usage(self, choices: list[Choice]) -> dict[str, Any]:
         """Token counts; a prompt counts once, however many samples continue it."""

@@ -135,6 +135,7 @@ class ResponsesReply:
                 "output_tokens_details": {"reasoning_tokens": reasoning},
                 "total_tokens": prompt + output,
             },
+            "weight_version": choice.weight_version,
         }
 
     def _response(self, status: str) -> dict[str, Any]:
