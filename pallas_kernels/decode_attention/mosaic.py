@@ -114,9 +114,10 @@ def decode_attention_mosaic(
     queries = q.reshape(batch * heads, dim)
     if batch * heads % ROW_PIECE:  # TMA has no part of a swizzled tile
         queries = jnp.pad(queries, ((0, -(batch * heads) % ROW_PIECE), (0, 0)))
-    out, *parts = kernel(queries, k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
+    results = kernel(queries, k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
+    out = results[0]
     if split:
-        out = merge_pieces(out, *parts, lens, rule, tiling, interpret=interpret)
+        out = merge_pieces(out, results[1], lens, rule, tiling, interpret=interpret)
     return out.reshape(q.shape)
 
 

@@ -18,7 +18,7 @@ from tokenspeed_jax.pallas_kernels.sampling.truncation import MAX_VOCAB, Truncat
 from tokenspeed_jax.pallas_kernels.sampling.xla import draw_xla, truncation_cut_xla
 
 ORDER: tuple[Implementation, ...] = ("xla", "mosaic")
-"""The kernels are faster, and are taken where a call names them: on a GPU their draws have been timed, not yet compared."""
+"""The kernels are taken where a call names them: on a GPU they have been timed, but their draws not yet compared."""
 
 __all__ = [
     "MAX_VOCAB",
