@@ -5,6 +5,9 @@ With equal sizes the engine's tests and the server's share programs, which take 
 
 from dataclasses import dataclass
 
+MAX_NUM_BATCHED_TOKENS = 1024
+"""Itself a bucket of the ladder from 64 by fours, so that there is none beside it."""
+
 
 @dataclass(frozen=True)
 class RealModel:
