@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from .conftest import EngineFactory, of_shared_sizes
+from .conftest import EngineFactory
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_steps_alias_the_arena_and_copy_no_plane(tiny_engine: EngineFactory, family: str) -> None:
-    engine = of_shared_sizes(tiny_engine, family, max_num_batched_tokens=64)
+    engine = tiny_engine(family, max_num_batched_tokens=64)
     programs, builder = engine._assembly.programs, engine._loop._builder
     for bucket in builder._buckets.all():
         programs.compiled(builder.layout(bucket))
