@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 from attention import ceilings
 
-BENCHMARKS = ("attention", "latent_attention", "experts", "recurrence", "linear", "prologue")
+BENCHMARKS = (
+    "attention",
+    "latent_attention",
+    "experts",
+    "recurrence",
+    "linear",
+    "prologue",
+    "decoder_tail",
+    "sampling",
+)
 
 
 class Tee(io.StringIO):

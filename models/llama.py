@@ -48,11 +48,17 @@ class LlamaAttention(nnx.Module):
             spec.num_heads * spec.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype, rngs=rngs
         )
 
+    def mix(
+        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
+    ) -> Float[Array, "tokens heads*dim"]:
+        """What the heads see, before the output projection."""
+        mixed = attend_projected(self.qkv(x), AttentionPrologue(rotate), self.spec, step)
+        return mixed.reshape(x.shape[0], -1)
+
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        mixed = attend_projected(self.qkv(x), AttentionPrologue(rotate), self.spec, step)
-        return self.out(mixed.reshape(x.shape[0], -1))
+        return self.out(self.mix(x, rotate, step))
 
 
 def dense_mlp(config: DecoderConfig, spec: AttentionSpec, *, dtype: DTypeLike, rngs: nnx.Rngs) -> GatedMLP:
@@ -75,6 +81,9 @@ class LlamaLayer(nnx.Module):
 
     def __call__(self, stream: Residual, rotate: Rotation, step: AttentionStep) -> Residual:
         x, normed = self.attention_norm.after(stream)
+        if isinstance(self.mlp, GatedMLP) and self.attention.out.bias is None:
+            mixed = self.attention.mix(normed, rotate, step)
+            return self.mlp.after_attention(x, mixed, self.attention.out, self.mlp_norm)
         x, normed = self.mlp_norm.after(Residual(x, self.attention(normed, rotate, step)))
         return Residual(x, self.mlp(normed))
 

@@ -68,12 +68,18 @@ class Qwen3Attention(nnx.Module):
             spec.num_heads * spec.head_dim, config.hidden_size, bias=config.attention_bias, dtype=dtype, rngs=rngs
         )
 
+    def mix(
+        self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
+    ) -> Float[Array, "tokens heads*dim"]:
+        """What the heads see, before the output projection."""
+        prologue = AttentionPrologue(rotate, self.q_norm.norm, self.k_norm.norm)
+        mixed = attend_projected(self.qkv(x), prologue, self.spec, step)
+        return mixed.reshape(x.shape[0], -1)
+
     def __call__(
         self, x: Float[Array, "tokens hidden"], rotate: Rotation, step: AttentionStep
     ) -> Float[Array, "tokens hidden"]:
-        prologue = AttentionPrologue(rotate, self.q_norm.norm, self.k_norm.norm)
-        mixed = attend_projected(self.qkv(x), prologue, self.spec, step)
-        return self.out(mixed.reshape(x.shape[0], -1))
+        return self.out(self.mix(x, rotate, step))
 
 
 class Qwen3Layer(LlamaLayer):

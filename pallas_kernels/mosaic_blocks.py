@@ -48,6 +48,14 @@ def swizzled(*shape: int, dtype: jnp.dtype) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
 
 
+def swizzled_rows(*shape: int, dtype: jnp.dtype) -> Any:
+    """Shared memory with rows of any multiple of 32 bytes, in the widest swizzle that divides them, for copies out."""
+    row = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64, 32) if row % size == 0)
+    tile = gpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tile, gpu.SwizzleTransform(swizzle)))
+
+
 def empty_state(head_dim: int) -> RowState:
     """The state before any key."""
     row = plgpu.Layout.WGMMA.reduce(1)
@@ -151,6 +159,17 @@ def visible_columns(scores: jax.Array, low: jax.Array, high: jax.Array) -> jax.A
     """Scores with `MASKED` at every column outside [low, high); the same columns for all rows."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where((column >= low) & (column < high), scores, MASKED)
+
+
+def base_two_scores(products: jax.Array, rule: ScoreRule) -> tuple[jax.Array, float]:
+    """Scores, and the positive factor that makes them `ScoreRule.score` in base-2 units.
+
+    A peak times the factor is the peak of the products, and the factor costs nothing inside the exponent's
+    multiply-add.
+    """
+    if rule.soft_cap is None and rule.scale > 0:
+        return products, rule.scale * LOG2_E
+    return _scaled(products, rule), 1.0
 
 
 def _scaled(products: jax.Array, rule: ScoreRule) -> jax.Array:

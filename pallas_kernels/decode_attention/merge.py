@@ -8,6 +8,8 @@ the same in 64 columns so that each thread finds the weight of its own element b
 values [8 pieces, heads, 32] --- TMA ---> ring of boxes ---> online softmax over pieces, 8 at a time, in registers
 logs   [8 pieces, heads, 32] --- TMA --->                    (a piece that the row does not have counts nothing)
 out[row, KV head]            <-- TMA --- out tile <--------  sum / weight
+
+Rows of one piece are in `out` already, and their blocks end at once.
 """
 
 import functools
@@ -45,31 +47,32 @@ def _box_pieces(heads: int, tiling: DecodeTiling) -> int:
 
 
 def merge_pieces(
+    out: Float[Array, "rows kv_heads group dim"],
     partials: Float32[Array, "slots kv_heads heads columns"],
     kv_lens: Int[Array, " rows"],
     rule: ScoreRule,
     tiling: DecodeTiling,
     *,
-    out_type: jax.ShapeDtypeStruct,
     interpret: Any = None,
 ) -> Float[Array, "rows kv_heads group dim"]:
-    """The rows' outputs; zeros for a row without tokens.
+    """The rows' outputs, in place of `out`.
 
     Args:
+        out: right already for rows of one piece, which stay as they are.
         partials: see `partial_shape`; slots of pieces that a row does not have may hold anything.
         kv_lens: int32.
     """
-    rows, kv_heads, group, dim = out_type.shape
+    rows, kv_heads, group, dim = out.shape
     heads = partials.shape[2]
     box = _box_pieces(heads, tiling)
     stages = min(-(-tiling.most_pieces // box), STAGES)
     kernel = plgpu.kernel(
         functools.partial(_merge_row, rule=rule, tiling=tiling, group=group),
-        out_type=out_type,
+        out_type=(),
         scratch_types={
             "values_smem": plgpu.SMEM((stages, box, heads, COLUMNS), jnp.float32),
             "logs_smem": plgpu.SMEM((stages, box, heads, COLUMNS), jnp.float32),
-            "out_smem": plgpu.SMEM((heads, COLUMNS), out_type.dtype),
+            "out_smem": plgpu.SMEM((heads, COLUMNS), out.dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
         grid=(rows, kv_heads, dim // COLUMNS),
@@ -78,7 +81,9 @@ def merge_pieces(
         interpret=interpret,
         kernel_name="merge_decode_pieces",
     )
-    return kernel(partials, kv_lens)
+    merged = jax.new_ref(out)
+    kernel(partials, kv_lens, merged)
+    return jax.freeze(merged)
 
 
 def _merge_row(
@@ -97,7 +102,7 @@ def _merge_row(
     row, head, column = (lax.axis_index(name) for name in ("row", "head", "columns"))
     stages, box, heads, _ = values_smem.shape
     pieces = RowCut.of(lens_ref[row], rule, tiling).pieces
-    boxes = lax.div(pieces + (box - 1), box)
+    boxes = jnp.where(pieces == 1, 0, lax.div(pieces + (box - 1), box))
     dim = partials_ref.shape[-1] - CHUNK
     own = pl.ds(column * COLUMNS, COLUMNS)
 
@@ -133,7 +138,10 @@ def _merge_row(
         return plgpu.layout_cast(jnp.full((heads, COLUMNS), value, jnp.float32), layout)
 
     _, weight, out = lax.fori_loop(0, boxes, add, (tile(MASKED), tile(0.0), tile(0.0)))
-    out_smem[...] = (out / weight).astype(out_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, group)], out_ref.at[row, head, :, own])
-    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(boxes > 0)
+    def _store() -> None:
+        out_smem[...] = (out / weight).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, group)], out_ref.at[row, head, :, own])
+        plgpu.wait_smem_to_gmem(0)

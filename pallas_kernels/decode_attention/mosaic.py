@@ -17,8 +17,9 @@
         follow without a pause       out [64, 64] <-- registers          end of a piece: O / sum, 64 columns at a time
     out[row, head] <------ TMA ----- (group's rows)
 
-With more than one piece a row, the outputs go to a float32 array together with the log of their weights, and a second
-kernel merges them (`merge.py`). A sink joins a head's denominator exactly once: in the row's first piece.
+The outputs of a row in pieces go to a float32 array together with the log of their weights, and a second kernel merges
+them (`merge.py`); a row that is one piece is done. A sink joins a head's denominator exactly once: in the row's first
+piece.
 
 The query heads of one KV head are the rows of the matrix product; up to 64 of them cost the same, and the product
 stays well below the time that its page takes to arrive. TMA writes swizzled memory by 8 rows, so a group comes with
@@ -86,7 +87,7 @@ def decode_attention_mosaic(
     result = jax.ShapeDtypeStruct((batch, kv_heads, group, dim), q.dtype)
     split = tiling.most_pieces > 1
     partials = jax.ShapeDtypeStruct(partial_shape(batch, kv_heads, group, dim, tiling), jnp.float32)
-    out_type = partials if split else result
+    out_type = [result, partials] if split else [result]
     lens = kv_lens.astype(jnp.int32)
     orders = [piece_order(lens, rule, tiling)] if split and batch > 1 else []
     kernel = plgpu.kernel(
@@ -100,7 +101,7 @@ def decode_attention_mosaic(
             interpreted=interpret is not None,
         ),
         out_type=out_type,
-        scratch_types=_scratch(dim, tiling, q.dtype, out_type.dtype),
+        scratch_types=_scratch(dim, tiling, q.dtype),
         grid=(min(tiling.blocks, batch * tiling.most_pieces * kv_heads),),
         grid_names=("block",),
         num_threads=2 * tiling.pairs,
@@ -110,9 +111,12 @@ def decode_attention_mosaic(
         kernel_name="decode_attention",
     )
     optional = orders + ([] if sinks is None else [sinks])
-    out = kernel(q.reshape(batch * heads, dim), k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
+    queries = q.reshape(batch * heads, dim)
+    if batch * heads % ROW_PIECE:  # TMA has no part of a swizzled tile
+        queries = jnp.pad(queries, ((0, -(batch * heads) % ROW_PIECE), (0, 0)))
+    out, *parts = kernel(queries, k.typed(), v.typed(), page_table.astype(jnp.int32), lens, *optional)
     if split:
-        out = merge_pieces(out, lens, rule, tiling, out_type=result, interpret=interpret)
+        out = merge_pieces(out, *parts, lens, rule, tiling, interpret=interpret)
     return out.reshape(q.shape)
 
 
@@ -134,14 +138,18 @@ def _tile_rows(group: int) -> int:
     return -(-(last_offset + group) // ROW_PIECE) * ROW_PIECE
 
 
-def _scratch(dim: int, tiling: DecodeTiling, dtype: jnp.dtype, out_dtype: jnp.dtype) -> dict[str, Any]:
+def _scratch(dim: int, tiling: DecodeTiling, dtype: jnp.dtype) -> dict[str, Any]:
     """Shared memory and barriers of one block."""
     slots = tiling.pairs * tiling.stages
     return {
         "q_smem": blocks.swizzled(tiling.pairs, blocks.ROWS, dim, dtype=dtype),
         "k_smem": blocks.swizzled(slots, PAGE, dim, dtype=dtype),
         "v_smem": blocks.swizzled(slots, PAGE, dim, dtype=dtype),
-        "out_smem": plgpu.SMEM((tiling.pairs, blocks.ROWS, blocks.CHUNK), out_dtype),
+        # Of float32 parts the first, of results the second.
+        "out_smem": [
+            plgpu.SMEM((tiling.pairs, blocks.ROWS, blocks.CHUNK), kind)
+            for kind in ((jnp.float32, dtype) if tiling.most_pieces > 1 else (dtype,))
+        ],
         "q_ready": plgpu.Barrier(num_barriers=tiling.pairs),
         "q_free": plgpu.Barrier(num_barriers=tiling.pairs),
         "k_ready": plgpu.Barrier(num_barriers=slots),
@@ -159,6 +167,7 @@ class _Piece:
         number: pieces that the pair of warpgroups took before.
         slot: where its output goes, `row * most_pieces + index`.
         index: which piece of the row it is.
+        is_row: whether it is the whole row.
         begin, steps: its pages, as columns of the table.
         low, length: visible tokens of the row, [low, length).
         query_tile, query_offset: its queries are rows of `q` behind `query_tile` tiles and `query_offset` rows.
@@ -169,6 +178,7 @@ class _Piece:
     head: jax.Array
     slot: jax.Array
     index: jax.Array
+    is_row: jax.Array
     begin: jax.Array
     steps: jax.Array
     low: jax.Array
@@ -235,6 +245,7 @@ class _Walk:
             head=head,
             slot=slot,
             index=index,
+            is_row=cut.pieces == 1,
             begin=cut.first_page + first,
             steps=steps,
             low=cut.low,
@@ -259,7 +270,7 @@ def _block(
     interpreted: bool,
     **scratch: Ref,
 ) -> None:
-    *optional, out_ref = others
+    optional, out_refs = _parted(others, 2 if tiling.most_pieces > 1 else 1)
     order_ref = optional.pop(0) if ordered else None
     sinks_ref = optional[0] if optional else None
     rows, kv_heads = table_ref.shape[0], k_ref.shape[2]
@@ -271,7 +282,7 @@ def _block(
     def _compute() -> None:
         if tiling.pairs > 1:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        attend = functools.partial(_attend, out_ref, sinks_ref, group, pair)
+        attend = functools.partial(_attend, out_refs, sinks_ref, group, pair)
         walk.run(functools.partial(attend, rule=rule, tiling=tiling, interpreted=interpreted, scratch=scratch))
         plgpu.wait_smem_to_gmem(0)
 
@@ -346,7 +357,7 @@ def _group_sinks(sinks_ref: Ref, piece: _Piece, group: int) -> jax.Array:
 
 
 def _attend(
-    out_ref: Ref,
+    out_refs: list[Ref],
     sinks_ref: Ref | None,
     group: int,
     pair: jax.Array,
@@ -385,22 +396,37 @@ def _attend(
     if sinks_ref is not None:
         sinks = _group_sinks(sinks_ref, piece, group)
         state = blocks.join_sinks(state, sinks + jnp.where(piece.index == 0, 0.0, -jnp.inf))
-    _store(out_ref, state, piece, group, tiling, scratch["out_smem"].at[pair])
+    _store(out_refs, state, piece, group, [smem.at[pair] for smem in scratch["out_smem"]])
     return before + piece.steps
 
 
-def _store(
-    out_ref: Ref, state: blocks.RowState, piece: _Piece, group: int, tiling: DecodeTiling, out_smem: Ref
-) -> None:
+def _store(out_refs: list[Ref], state: blocks.RowState, piece: _Piece, group: int, out_smem: list[Ref]) -> None:
     """Starts the copies of a piece's results; the last may still read `out_smem`."""
+    out_ref, *partials_refs = out_refs
     chunks = blocks.outputs(state)
-    if tiling.most_pieces > 1:
-        logs = blocks.log_weights(state)
-        chunks = (*chunks, lax.broadcast_in_dim(logs, chunks[0].shape, [0]))
-    place = piece.slot, piece.head, pl.ds(0, group)
-    for i, chunk in enumerate(chunks):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem[...] = chunk.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        columns = pl.ds(i * blocks.CHUNK, blocks.CHUNK)
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(piece.query_offset, group)], out_ref.at[(*place, columns)])
+
+    def store(ref: Ref, row: jax.Array, smem: Ref, chunks: tuple[jax.Array, ...]) -> None:
+        for i, chunk in enumerate(chunks):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            smem[...] = chunk.astype(smem.dtype)
+            plgpu.commit_smem()
+            place = (row, piece.head, pl.ds(0, group), pl.ds(i * blocks.CHUNK, blocks.CHUNK))
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(piece.query_offset, group)], ref.at[place])
+
+    if not partials_refs:
+        store(out_ref, piece.row, out_smem[0], chunks)
+        return
+
+    @pl.when(piece.is_row)
+    def _done() -> None:
+        store(out_ref, piece.row, out_smem[1], chunks)
+
+    @pl.when(jnp.logical_not(piece.is_row))
+    def _part() -> None:
+        logs = lax.broadcast_in_dim(blocks.log_weights(state), chunks[0].shape, [0])
+        store(partials_refs[0], piece.slot, out_smem[0], (*chunks, logs))
+
+
+def _parted(refs: tuple[Ref, ...], outputs: int) -> tuple[list[Ref], list[Ref]]:
+    """What may be there beside the inputs, and the outputs, which come last."""
+    return list(refs[:-outputs]), list(refs[-outputs:])

@@ -26,7 +26,6 @@ MULTIPROCESSORS = 132  # of the H100 and H200 in their SXM form; the grid and th
 PIECE_PAGES = 32  # half a megabyte or more: starting and merging such a piece costs about a hundredth of reading it
 MOST_PARTIALS = 2048  # pieces of all rows whose outputs are kept for the merge, which bounds that memory
 WHOLE_PAGES = 16  # cutting so short a row in two costs a merge, which takes longer than half of the row
-WIDE_COLUMNS = 128  # of tables whose pools are so large that what is in flight must stay close together
 BLOCKS_OF_NARROW_HEADS = 8 * MULTIPROCESSORS  # two fit on a multiprocessor, which takes the next as soon as one ends
 
 
@@ -71,10 +70,7 @@ class DecodeTiling:
         if head_dim == 64:
             return cls(most, least, PIECE_PAGES, 4, 1, whole, BLOCKS_OF_NARROW_HEADS)
         pairs = 1 if head_dim == 256 else 2
-        # Pairs with the least in flight that keeps memory busy wait for it, and so stay at the same page as their
-        # neighbours: the one behind finds the page's translation and DRAM rows open and catches up.
-        together = pairs == 2 and columns > WIDE_COLUMNS and rows * kv_heads >= slots
-        return cls(most, least, PIECE_PAGES, 1 if together else 2, pairs, whole)
+        return cls(most, least, PIECE_PAGES, 2, pairs, whole)
 
 
 class RowCut(NamedTuple):

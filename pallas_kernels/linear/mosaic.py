@@ -126,7 +126,7 @@ def _linear(
     scratch: dict[str, Any] = {
         "x_smem": blocks.swizzled(tiling.stages, blocks.ROWS, CHUNK, dtype=x.dtype),
         "w_smem": blocks.swizzled(tiling.stages, tiling.columns, CHUNK, dtype=x.dtype),
-        "out_smem": _tiled(blocks.ROWS, tiling.columns // (1 if gate is None else 2), dtype=x.dtype),
+        "out_smem": blocks.swizzled_rows(blocks.ROWS, tiling.columns // (1 if gate is None else 2), dtype=x.dtype),
         "ready": plgpu.Barrier(num_arrivals=2 if gate is None else 3, num_barriers=tiling.stages),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=tiling.stages),
     }
@@ -162,17 +162,6 @@ def _backward(
 
 
 _linear.defvjp(_forward, _backward)
-
-
-def _tiled(*shape: int, dtype: Any) -> Any:
-    """Shared memory with rows of any multiple of 32 bytes, in the widest swizzle that divides them."""
-    row = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64, 32) if row % size == 0)
-    transforms = (
-        blocks.gpu.TilingTransform((ROW_PIECE, swizzle // jnp.dtype(dtype).itemsize)),
-        blocks.gpu.SwizzleTransform(swizzle),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _block(

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 
 import jax
 import numpy as np
@@ -47,6 +48,16 @@ def test_text_chat_and_token_prompts_mean_the_same(engine: Engine) -> None:
 def test_a_single_prompt_of_any_kind_is_a_batch_of_one(engine: Engine) -> None:
     for prompt in ("abc", ids(0), [{"role": "user", "content": "abc"}]):
         assert len(engine.generate(prompt, GREEDY)) == 1
+
+
+def test_the_prompts_of_a_batch_are_planned_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step with one of them alone would leave room for the tokens of others empty."""
+    intake, programs, rows = engine._assembly.intake, engine._assembly.programs, []
+    sample, run = intake._sample, programs.run
+    monkeypatch.setattr(intake, "_sample", lambda *arguments: (time.sleep(0.05), sample(*arguments))[1])
+    monkeypatch.setattr(programs, "run", lambda built: (rows.append(len(built.slots)), run(built))[1])
+    engine.generate([ids(seed, 9) for seed in range(4)], GREEDY)
+    assert rows[0] == 4
 
 
 def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(engine: Engine) -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tokenspeed_jax.engine import sampler
 from tokenspeed_jax.engine.sampler import sample, sample_greedy, sample_seed, seed_words
 from tokenspeed_jax.engine.sampling_state import init_sampling_state
+from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, truncation_cut, xla
+from tokenspeed_jax.pallas_kernels.sampling.truncation import mass_scale
 
 from .sampling_rows import (
     VOCAB,
@@ -31,7 +33,9 @@ def distribution(logits, rows, state):
     """The kept set and the log-probabilities from which `sample` draws, through its own inner functions."""
     penalised = sampler._penalised(logits, rows, state)
     scaled = (penalised - penalised.max(-1, keepdims=True)) / rows.temperature[:, None]
-    kept, weights = sampler._truncated(penalised, scaled, rows)
+    cut = truncation_cut(penalised, Truncation(rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+    kept = penalised >= cut[:, None]
+    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
     return penalised, kept, jnp.log(weights / weights.sum(-1, keepdims=True))
 
 
@@ -71,7 +75,7 @@ any_float = st.one_of(
     st.floats(width=32, allow_nan=False, allow_subnormal=False), st.sampled_from([0.0, -0.0, 1.0, -np.inf])
 )
 near_floats = st.floats(2.0**-100, 2.0**100, width=32).flatmap(lambda x: st.sampled_from([*neighbours(x), -x]))
-in_top_k, in_top_p = jax.jit(sampler._in_top_k), jax.jit(sampler._in_top_p)
+in_top_k, in_top_p = jax.jit(xla.in_top_k), jax.jit(xla.in_top_p)
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,23 +114,23 @@ def test_top_p_that_is_reached_exactly_takes_no_further_token() -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 1.0 - 2.0**-24])
 def test_the_largest_vocabulary_does_not_overflow_the_integer_sums(weight: float) -> None:
-    weights = jnp.full((1, sampler.MAX_VOCAB), 2.0**-20, jnp.float32).at[0, : sampler.MAX_VOCAB // 2].set(weight)
+    weights = jnp.full((1, MAX_VOCAB), 2.0**-20, jnp.float32).at[0, : MAX_VOCAB // 2].set(weight)
     kept = in_top_p(weights, jnp.asarray([0.9], jnp.float32))
-    assert int(kept.sum()) == sampler.MAX_VOCAB // 2
-    full = jnp.full((1, sampler.MAX_VOCAB), weight, jnp.float32)
-    units = float(sampler._mass_scale(full)[0]) * weight * sampler.MAX_VOCAB
+    assert int(kept.sum()) == MAX_VOCAB // 2
+    full = jnp.full((1, MAX_VOCAB), weight, jnp.float32)
+    units = float(mass_scale(full)[0]) * weight * MAX_VOCAB
     assert 2**30 * 0.999 <= units < 2**31 * 1.001
 
 
 def test_a_tail_of_many_small_weights_does_not_overflow_the_integer_sums() -> None:
-    weights = jnp.full((1, sampler.MAX_VOCAB), 2.0**-14, jnp.float32).at[0, 0].set(1.0)  # a mass of 33
+    weights = jnp.full((1, MAX_VOCAB), 2.0**-14, jnp.float32).at[0, 0].set(1.0)  # a mass of 33
     kept = in_top_p(jnp.repeat(weights, 2, axis=0), jnp.asarray([0.02, 0.5], jnp.float32))
-    assert kept.sum(axis=-1).tolist() == [1, sampler.MAX_VOCAB]
+    assert kept.sum(axis=-1).tolist() == [1, MAX_VOCAB]
 
 
 def test_a_vocabulary_beyond_the_integer_sums_is_refused() -> None:
-    rows = jax.ShapeDtypeStruct((1, sampler.MAX_VOCAB + 1), jnp.float32)
-    with pytest.raises(ValueError, match=str(sampler.MAX_VOCAB)):
+    rows = jax.ShapeDtypeStruct((1, MAX_VOCAB + 1), jnp.float32)
+    with pytest.raises(ValueError, match=str(MAX_VOCAB)):
         jax.eval_shape(sample, rows, *batch([Row(logits=(0.0,) * VOCAB)], [1])[1:])
 
 

@@ -88,26 +88,56 @@ def test_a_decoded_row_does_not_depend_on_its_batch_nor_on_the_width_of_its_tabl
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "kv_lens", "num_tokens", "rule", "sinks"),
+    ("tiling", "query_lens", "kv_lens", "num_tokens", "heads", "rule", "sinks"),
     [
-        ((5, 0, 66), (200, 0, 66), 75, ScoreRule(0.2), None),
-        ((70,), (190,), 70, ScoreRule(0.2, sliding_window=40, soft_cap=3.0), None),
-        ((9,), (9,), 12, ScoreRule(0.2), None),
+        (PrefillTiling(1, 2, blocks=1), (5, 0, 66), (200, 0, 66), 75, (1, 1), ScoreRule(0.2), None),
+        (PrefillTiling(2, 2), (70,), (190,), 70, (1, 1), ScoreRule(0.2, sliding_window=40, soft_cap=3.0), None),
+        (PrefillTiling(1, 2, blocks=None, turns=False), (9,), (9,), 12, (1, 1), ScoreRule(0.2), None),
         # More padding than a block has keys: it stands far before position 0.
-        ((3,), (3,), 180, ScoreRule(0.2), None),
-        ((70,), (190,), 75, ScoreRule(0.2, sliding_window=40), SINKS[2:]),
+        (PrefillTiling(1, 2, blocks=2), (3,), (3,), 180, (1, 1), ScoreRule(0.2), None),
+        (PrefillTiling(1, 3), (70,), (190,), 75, (1, 1), ScoreRule(0.2, sliding_window=40), SINKS[2:]),
+        # Blocks across the window's lower end, within it and on the diagonal.
+        (PrefillTiling(1, 2), (9,), (320,), 9, (1, 1), ScoreRule(0.2, sliding_window=200), None),
+        # Several heads of a KV head: each for itself for rows of tokens, together for rows of one token.
+        (PrefillTiling(1, 2, blocks=2), (3, 1, 0, 1), (3, 70, 0, 130), 7, (3, 1), ScoreRule(0.2), SINKS),
+        (PrefillTiling(1, 2), (1, 9), (130, 66), 12, (4, 2), ScoreRule(0.2, sliding_window=70, soft_cap=3.0), None),
+        # Warpgroups that see fewer keys than their tile, in blocks with several tiles.
+        (PrefillTiling(1, 3, 3, blocks=1), (140, 9), (200, 9), 149, (1, 1), ScoreRule(0.2), SINKS[1:2]),
+        (PrefillTiling(1, 2, 3, blocks=2, turns=False), (66, 1), (140, 65), 75, (2, 1), ScoreRule(0.2), None),
     ],
-)
-def test_prefill_kernel_equals_the_reference_without_races(interpret, query_lens, kv_lens, num_tokens, rule, sinks):
+)  # fmt: skip
+def test_prefill_kernel_equals_the_reference_without_races(
+    interpret, tiling, query_lens, kv_lens, num_tokens, heads, rule, sinks
+):
     problem = PagedProblem.random(
-        np.random.default_rng(0), query_lens=query_lens, kv_lens=kv_lens, num_tokens=num_tokens, num_heads=1,
-        num_kv_heads=1, head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
+        np.random.default_rng(0), query_lens=query_lens, kv_lens=kv_lens, num_tokens=num_tokens, num_heads=heads[0],
+        num_kv_heads=heads[1], head_dim=64, columns=5, sliding_window=rule.sliding_window, dtype=jnp.bfloat16,
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 2), v=behind_other_pages(problem.v, 1))
     arguments = problem.prefill_arguments()
-    prefill = one_program(prefill_attention_mosaic, rule=rule, tiling=PrefillTiling(1, 2), interpret=interpret)
+    prefill = one_program(prefill_attention_mosaic, rule=rule, tiling=tiling, interpret=interpret)
     out = prefill(*arguments, sinks=sinks)
     assert_close(out, prefill_attention_reference(*arguments, rule, sinks))
+
+
+def test_a_prefilled_row_does_not_depend_on_its_batch(interpret):
+    problem = PagedProblem.random(
+        np.random.default_rng(0), query_lens=(3, 1), kv_lens=(70, 100), num_tokens=8, num_heads=2, num_kv_heads=1,
+        head_dim=64, columns=2, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    q, k, v, table, starts, lens = problem.prefill_arguments()
+
+    def prefill(q, table, starts, lens):
+        out = prefill_attention_mosaic(
+            q, k, v, table, starts, lens, ScoreRule(0.2), tiling=PrefillTiling(1, 2), interpret=interpret
+        )
+        return np.asarray(out, np.float32)
+
+    both = prefill(q, table, starts, lens)
+    # The row of one token at another place.
+    alone = prefill(q[3:], jnp.pad(table[1:], ((0, 0), (0, 4))), jnp.array([0, 1]), lens[1:])
+    np.testing.assert_array_equal(both[3], alone[0])
+    np.testing.assert_array_equal(both[:3], prefill(q[:3], table[:1], jnp.array([0, 3]), lens[:1]))
 
 
 def chosen(rows, columns, kv_heads=8, head_dim=128, sliding_window=None):

@@ -24,7 +24,7 @@ def prefill(*arguments, **options):
     return prefill_attention(*arguments, **options)
 
 
-cut = jax.jit(QueryTiles.cut, static_argnames=("num_tokens", "tile"))
+cut = jax.jit(QueryTiles.cut, static_argnames=("num_tokens", "tile", "alignment"))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -132,21 +132,42 @@ def test_a_step_of_padding_alone_is_zeros():
 
 
 @settings(max_examples=100, deadline=None)
-@given(query_lens=st.lists(st.integers(0, 70), min_size=5, max_size=5), tile=st.sampled_from([8, 64]))
-def test_tiles_cover_every_token_once_and_never_cross_rows(query_lens, tile):
+@given(
+    query_lens=st.lists(st.integers(0, 70), min_size=5, max_size=5),
+    tile=st.sampled_from([8, 64]),
+    alignment=st.sampled_from([1, 8]),
+)
+def test_tiles_cover_every_token_once_and_never_cross_rows(query_lens, tile, alignment):
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lens = np.asarray(query_lens, np.int32) + 5
-    tiles = cut(jnp.asarray(starts), jnp.asarray(lens), num_tokens=350, tile=tile)
-    assert tiles.row.shape[0] == max_tiles(350, 5, tile)
+    tiles = cut(jnp.asarray(starts), jnp.asarray(lens), num_tokens=350, tile=tile, alignment=alignment)
+    assert tiles.row.shape[0] == max_tiles(350, 5, tile, alignment)
     covered = []
     for row, start, length, position in zip(*(np.asarray(column) for column in tiles[:4]), strict=True):
         if length:
             assert starts[row] <= start < start + length <= starts[row + 1]
+            assert start % alignment == 0 or start == starts[row]
+            assert start % alignment + length <= tile
             assert position == 5 + start - starts[row]
             covered += range(start, start + length)
     assert covered == list(range(starts[-1]))
-    assert int(tiles.count) == sum(-(-n // tile) for n in query_lens)
+    leads = starts[:-1] % alignment
+    assert int(tiles.count) == sum(-(-(n + lead) // tile) for n, lead in zip(query_lens, leads, strict=True) if n)
     assert (np.asarray(tiles.length)[int(tiles.count) :] == 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(query_lens=st.lists(st.integers(0, 70), min_size=5, max_size=5))
+def test_tiles_that_see_most_keys_come_first_and_unused_ones_last(query_lens):
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lens = np.asarray(query_lens, np.int32) * np.arange(1, 6, dtype=np.int32)
+    tiles = cut(jnp.asarray(starts), jnp.asarray(lens), num_tokens=350, tile=16)
+    ordered = tiles.longest_first()
+    before, after = (np.stack([np.asarray(column) for column in columns[:4]], axis=1) for columns in (tiles, ordered))
+    used = before[before[:, 2] > 0]
+    # Equals stay in token order.
+    np.testing.assert_array_equal(after[: len(used)], used[np.argsort(-(used[:, 2] + used[:, 3]), kind="stable")])
+    assert (after[len(used) :, 2] == 0).all()
 
 
 def test_what_does_not_fit_is_refused_by_name():

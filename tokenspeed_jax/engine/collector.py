@@ -8,14 +8,9 @@ from tokenspeed_jax.engine.sampling_params import SamplingParams
 
 
 class RequestCollector:
-    """Receives deltas on the engine's thread; `wait` returns the whole on another.
-
-    Attributes:
-        request_id: set by the submitter.
-    """
+    """Receives deltas on the engine's thread; `wait` returns the whole on another."""
 
     def __init__(self, params: SamplingParams, *, on_finish: Callable[[], object] = lambda: None) -> None:
-        self.request_id = ""
         self._params = params
         self._deltas: list[list[RequestDelta]] = [[] for _ in range(params.n)]
         self._running = params.n
@@ -47,7 +42,7 @@ class RequestCollector:
     def _sample(self, deltas: list[RequestDelta]) -> Sample:
         last = deltas[-1]
         if last.finish_reason is None:
-            raise RuntimeError(f"sample of {self.request_id} has no final delta")
+            raise RuntimeError(f"sample of {last.request_id} has no final delta")
         want, want_top = self._params.logprobs, self._params.top_logprobs > 0
         return Sample(
             token_ids=[token for delta in deltas for token in delta.token_ids],

@@ -132,8 +132,7 @@ class Engine:
         requests = self._assembly.intake.batch(prompts, params, priority, cache_salt)
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             collectors = [RequestCollector(item, on_finish=bar.update) for _, item, _ in requests]
-            for collector, (token_ids, item, option) in zip(collectors, requests, strict=True):
-                collector.request_id = self._assembly.intake.submit(token_ids, item, option, None, collector.push)
+            self._assembly.intake.submit_batch(requests, [collector.push for collector in collectors])
             outputs = [collector.wait() for collector in collectors]
         self._assembly.lifecycle.explain_cut({sample.finish_reason for output in outputs for sample in output.samples})
         return outputs

@@ -88,23 +88,23 @@ class Inbox:
         """What ended the loop, if it was not `close`."""
         return self._failure
 
-    def post(self, command: Command) -> None:
-        """Queues a request or a command.
+    def post(self, *commands: Command) -> None:
+        """Queues requests and commands, all or none; the loop finds them together.
 
         Raises:
             EngineClosed: the loop has ended or is ending.
             EngineStateError: a request, while none are taken.
         """
+        requests = [command.request.request_id for command in commands if isinstance(command, Submission)]
         with self._changed:
             if self._failure is not None:
                 raise EngineClosed("the engine has failed") from self._failure
             if self._is_closing:
                 raise EngineClosed("the engine is closed")
-            if isinstance(command, Submission):
-                if self._refusal is not None:
-                    raise EngineStateError(self._refusal)
-                self.queued.add(command.request.request_id)
-            self._commands.append(command)
+            if requests and self._refusal is not None:
+                raise EngineStateError(self._refusal)
+            self.queued.update(requests)
+            self._commands.extend(commands)
             self._changed.notify()
 
     def ask(self, function: Callable[[], Any]) -> Future[Any]:

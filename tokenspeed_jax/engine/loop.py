@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from tokenspeed_jax.engine.masks import MaskBuilder
 from tokenspeed_jax.engine.programs import StepPrograms
 from tokenspeed_jax.engine.prompt_scorer import PendingScores
 from tokenspeed_jax.engine.redraw import Redraw
-from tokenspeed_jax.engine.requests import RequestState, SampleState
+from tokenspeed_jax.engine.requests import SampleState
 from tokenspeed_jax.engine.sampling_state import blocked_ids
 from tokenspeed_jax.engine.stats import StatsCollector
 from tokenspeed_jax.engine.step import DeviceOutputs, unpack_outputs
@@ -117,9 +117,9 @@ class StepLoop:
         """Whether requests wait for `resume`."""
         return self._is_paused
 
-    def submit(self, request: RequestState, specs: list[scheduling.RequestSpec]) -> None:
-        """Queues a validated request; `specs[i]` is the scheduler's view of `request.samples[i]`."""
-        self._inbox.post(Submission(request, specs))
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Queues validated requests, which the next plan sees together."""
+        self._inbox.post(*submissions)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its samples finish with "abort". Unknown and finished requests are ignored."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tokenspeed_jax.engine.grammar import Grammar
 from tokenspeed_jax.engine.grammar_compiler import Grammars
+from tokenspeed_jax.engine.inbox import Submission
 from tokenspeed_jax.engine.lifecycle import Lifecycle
 from tokenspeed_jax.engine.limits import EngineLimits
 from tokenspeed_jax.engine.loop import StepLoop
@@ -88,9 +89,44 @@ class RequestIntake:
         on_delta: Callable[[RequestDelta], None],
     ) -> str:
         """Checks a request, hands it to the loop and returns its id; see `Engine.submit`."""
-        max_tokens, grammar = self.check(prompt, params)
+        checked = self.check(prompt, params)
+        self._check_ready()
+        request = self._request(prompt, params, options, request_id, on_delta, *checked)
+        self._hand_over([request])
+        return request.request_id
+
+    def submit_batch(
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams, RequestOptions]],
+        receivers: Sequence[Callable[[RequestDelta], None]],
+    ) -> None:
+        """Hands requests as `batch` gives them to the loop, all or none.
+
+        The loop finds them together: were the first planned alone, its step would have room for tokens of the others.
+        """
+        checked = [self.check(prompt, params) for prompt, params, _ in requests]
+        self._check_ready()
+        states = [
+            self._request(*request, None, on_delta, *found)
+            for request, on_delta, found in zip(requests, receivers, checked, strict=True)
+        ]
+        self._hand_over(states)
+
+    def _check_ready(self) -> None:
         self._lifecycle.check_awake()
         self._store.check_present()
+
+    def _request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        request_id: str | None,
+        on_delta: Callable[[RequestDelta], None],
+        max_tokens: int,
+        grammar: Grammar | None,
+    ) -> RequestState:
+        """A request with its samples, its id claimed."""
         serial = next(self._serial)
         request = RequestState(
             request_id=self._live_ids.claim(f"request-{serial}" if request_id is None else request_id),
@@ -105,12 +141,17 @@ class RequestIntake:
         seed = params.seed if params.seed is not None else self._seed ^ (serial << 20)
         for index in range(params.n):
             request.samples.append(self._sample(request, serial, index, seed))
+        return request
+
+    def _hand_over(self, requests: Sequence[RequestState]) -> None:
         try:
-            self._loop.submit(request, [sample.spec() for sample in request.samples])
+            self._loop.submit(
+                [Submission(request, [sample.spec() for sample in request.samples]) for request in requests]
+            )
         except (EngineClosed, EngineStateError):
-            self._live_ids.release(request.request_id)
+            for request in requests:
+                self._live_ids.release(request.request_id)
             raise
-        return request.request_id
 
     def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
         stop = StopChecker(

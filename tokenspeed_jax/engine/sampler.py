@@ -6,16 +6,13 @@ Two modes. `sample_greedy` is the argmax of the raw logits. `sample` serves ever
            -> temperature -> top-k -> top-p -> min-p                              (the distribution drawn from)
            -> argmax(scaled logit + Gumbel noise)
 
-The vocabulary is never sorted. The k-th largest logit, and the weight at which a nucleus reaches its mass, are found
-digit by digit: a float's bits, made order-preserving, are a 32-bit number, and counting how many values of the next
-digit still have enough of the row at or above them, from the highest digit down, yields the exact threshold in 16
-sweeps over the row. Tokens equal to the threshold are all kept.
+The vocabulary is never sorted: `pallas_kernels.sampling` finds the least logit that top-k, top-p and min-p leave, and
+tokens equal to it are all kept.
 
 A row's draw depends on nothing but that row: its noise is a function of its seed and of how many tokens it has
 generated, and masses are summed as integers, whose sums do not depend on the order that a compiler chooses.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -25,12 +22,8 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from tokenspeed_jax.engine.sampling_params import MAX_TOP_LOGPROBS
 from tokenspeed_jax.engine.sampling_state import BLOCKED_AT_FIRST, IN_PROMPT, SamplingState
+from tokenspeed_jax.pallas_kernels.sampling import MAX_VOCAB, Truncation, draw
 
-MAX_VOCAB = 2**19 - 1
-"""Largest vocabulary whose masses fit the integer sums."""
-
-_LIMB = 13  # bits; (2**_LIMB) * MAX_VOCAB must stay below 2**32
-_DIGIT_BITS = 2  # a sweep reads the row once for the three comparisons of a digit
 _SPAN = 128
 _SEED_BITS = 63
 _WORD = 0xFFFFFFFF
@@ -125,7 +118,7 @@ def sample(
     """One token per row under the row's own parameters; the state counts the tokens of rows that sample.
 
     No two rows with `samples` may share a slot. A row whose every token is masked draws id 0.
-    Raises ValueError for a vocabulary above `MAX_VOCAB`.
+    Raises ValueError for a vocabulary above `pallas_kernels.sampling.MAX_VOCAB`.
 
     Args:
         allowed: ids that each row may draw; None allows all. Log-probabilities under the raw logits do not heed it.
@@ -135,23 +128,17 @@ def sample(
     penalised = _penalised(logits, rows, state)
     if allowed is not None:
         penalised = jnp.where(allowed, penalised, -jnp.inf)
-    peak = jnp.max(penalised, axis=-1)
-    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     is_greedy = rows.temperature <= 0.0
-    temperature = jnp.where(is_greedy, 1.0, rows.temperature)
-    # The peak is taken off first: a division by a tiny temperature may then only underflow.
-    scaled = (penalised - peak[:, None]) / temperature[:, None]
-    kept, weights = _truncated(penalised, scaled, rows)
-
-    drawn = jnp.argmax(jnp.where(kept, scaled + _gumbel(rows, logits.shape[1]), -jnp.inf), axis=-1)
-    token = jnp.where(is_greedy, jnp.argmax(penalised, axis=-1), drawn).astype(jnp.int32)
-    log_mass = jnp.log(jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny))
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    truncation = Truncation(jnp.where(is_greedy, 1.0, rows.temperature), rows.top_k, rows.top_p, rows.min_p)
+    token, sampling_logprob = draw(penalised, truncation, is_greedy, rows.seed, rows.output_index)
     top_logits, top_ids = highest_logits(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    # The highest logit is known: one read of the logits less than `logsumexp` takes.
+    peak = jnp.where(jnp.isfinite(top_logits[:, 0]), top_logits[:, 0], 0.0)
+    normaliser = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1))
     result = SampleResult(
         token=token,
         logprob=_at(logits, token) - normaliser,
-        sampling_logprob=jnp.where(is_greedy, 0.0, _at(scaled, token) - log_mass),
+        sampling_logprob=jnp.where(is_greedy, 0.0, sampling_logprob),
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser[:, None],
     )
@@ -165,93 +152,21 @@ def _at(values: Float32[Array, "rows vocab"], token: Int32[Array, " rows"]) -> F
 def _penalised(
     logits: Float32[Array, "rows vocab"], rows: RowSampling, state: SamplingState
 ) -> Float32[Array, "rows vocab"]:
-    counts = state.output_counts[rows.slot]
-    flags = state.token_flags[rows.slot]
-    biased = logits + state.logit_bias[rows.slot]
-    seen = (counts > 0) | (flags & IN_PROMPT > 0)
+    # Rows without history all read the padding's row, which stays in the cache.
+    slot = jnp.where(rows.uses_history, rows.slot, 0)
+    counts = state.output_counts[slot]
+    flags = state.token_flags[slot]
+    biased = logits + state.logit_bias[slot]
+    # Written without a truth value for each token that is used twice: XLA would store it.
+    seen = counts + (flags & IN_PROMPT) > 0
     factor = rows.repetition[:, None]
     repeated = jnp.where(seen, jnp.where(biased > 0, biased / factor, biased * factor), biased)
     # A tiny factor may have divided beyond the range of float32, and infinity minus itself is no number.
     repeated = jnp.minimum(repeated, jnp.finfo(jnp.float32).max)
-    penalty = rows.presence[:, None] * (counts > 0) + rows.frequency[:, None] * counts
+    penalty = rows.presence[:, None] * jnp.minimum(counts, 1) + rows.frequency[:, None] * counts
     is_blocked = (flags & BLOCKED_AT_FIRST > 0) & (rows.output_index < rows.min_tokens)[:, None]
     penalised = jnp.where(is_blocked, -jnp.inf, repeated - penalty)
     return jnp.where(rows.uses_history[:, None], penalised, logits)
-
-
-def _truncated(
-    penalised: Float32[Array, "rows vocab"], scaled: Float32[Array, "rows vocab"], rows: RowSampling
-) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
-    """The tokens that may be drawn, and the weight exp(scaled) of each of them (0 of the others; 1 of the peak)."""
-    # Ranks are taken before the temperature, which keeps the order but may round neighbours together.
-    kept = _in_top_k(penalised, rows.top_k)
-    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-    kept &= _in_top_p(weights, rows.top_p) & (weights >= rows.min_p[:, None])
-    return kept, jnp.where(kept, weights, 0.0)
-
-
-def _in_top_k(values: Float32[Array, "rows vocab"], top_k: Int32[Array, " rows"]) -> Bool[Array, "rows vocab"]:
-    """Which values are no less than the row's k-th largest; all for k = 0."""
-    vocab_size = values.shape[1]
-    k = jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size)).astype(jnp.uint32)
-    keys = _ordered_bits(values)
-    kth = _highest_key(lambda key: jnp.sum(keys >= key[:, None], axis=-1, dtype=jnp.uint32) >= k, top_k.shape)
-    return keys >= kth[:, None]
-
-
-def _in_top_p(weights: Float32[Array, "rows vocab"], top_p: Float32[Array, " rows"]) -> Bool[Array, "rows vocab"]:
-    """Which weights (in [0, 1]) are no less than the one at which the row's largest reach the share p of all.
-
-    Weights are summed as integers, in units of which a row's total is between 2**30 and 2**31.
-    """
-    keys = lax.bitcast_convert_type(weights, jnp.uint32)  # the bits of floats >= 0 are in order as they are
-    scale = _mass_scale(weights)
-
-    def mass(key: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-        units = jnp.round(weights * scale[:, None]).astype(jnp.uint32)
-        return jnp.sum(jnp.where(keys >= key[:, None], units, 0), axis=-1, dtype=jnp.uint32)
-
-    target = jnp.ceil(top_p * mass(jnp.zeros(top_p.shape, jnp.uint32)).astype(jnp.float32)).astype(jnp.uint32)
-    least = _highest_key(lambda key: mass(key) >= target, top_p.shape)
-    return (keys >= least[:, None]) | (top_p >= 1.0)[:, None]
-
-
-def _mass_scale(weights: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
-    """A power of two that brings each row's total to [2**30, 2**31), the same for every order of summation."""
-    unit = float(1 << _LIMB)
-    rest = weights * unit
-    high = jnp.floor(rest)
-    low = jnp.floor((rest - high) * unit)
-    high_sum = jnp.sum(high.astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
-    low_sum = jnp.sum(low.astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
-    total = high_sum + (low_sum >> _LIMB)  # in units of 1 / unit, rounded down
-    exponent = 31 - lax.clz(jnp.maximum(total, 1)).astype(jnp.int32)
-    return jnp.ldexp(jnp.float32(1.0), 30 + _LIMB - exponent)
-
-
-def _ordered_bits(values: Float32[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Unsigned numbers in the order of the floats; the two zeros are one number."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits & sign > 0, ~bits, bits | sign)
-
-
-def _highest_key(
-    reaches: Callable[[UInt32[Array, " rows"]], Bool[Array, " rows"]], shape: tuple[int, ...]
-) -> UInt32[Array, " rows"]:
-    """The highest number that `reaches`, which must hold at 0 and fail above where it first fails.
-
-    Found digit by digit from the highest. As all digits below the right one reach too, their number is the digit.
-    """
-
-    def set_digit(step: Int32[Array, ""], key: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-        shift = (32 - _DIGIT_BITS * (step + 1)).astype(jnp.uint32)
-        candidates = [key | (jnp.uint32(digit) << shift) for digit in range(1, 1 << _DIGIT_BITS)]
-        digit = sum((reaches(candidate).astype(jnp.uint32) for candidate in candidates), jnp.uint32(0))
-        return key | (digit << shift)
-
-    # Fixed bounds: a loop whose length the device decides would make the host wait for every sweep.
-    return lax.fori_loop(0, 32 // _DIGIT_BITS, set_digit, jnp.zeros(shape, jnp.uint32))
 
 
 def highest_logits(
@@ -272,19 +187,6 @@ def highest_logits(
     candidates = jnp.take_along_axis(logits, ids, axis=-1, mode="fill", fill_value=-jnp.inf)
     values, places = lax.top_k(candidates, count)
     return values, jnp.take_along_axis(ids, places, axis=-1).astype(jnp.int32)
-
-
-def _gumbel(rows: RowSampling, vocab_size: int) -> Float32[Array, "rows vocab"]:
-    """Noise of each row's next token: counter-based, so that nothing but seed and output index enters it."""
-
-    def bits(seed: UInt32[Array, " 2"], index: Int32[Array, ""]) -> UInt32[Array, " vocab"]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index)
-        return jax.random.bits(key, (vocab_size,), jnp.uint32)
-
-    drawn = jax.vmap(bits)(rows.seed, rows.output_index).astype(jnp.float32)
-    # Large noise comes from numbers near zero, where float32 resolves all 32 drawn bits: the tail is not quantised.
-    uniform = jnp.minimum((drawn + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
 
 
 def _counted(state: SamplingState, rows: RowSampling, token: Int32[Array, " rows"]) -> SamplingState:
