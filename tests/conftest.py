@@ -22,8 +22,20 @@ from tokenspeed_jax.weights.demo import demo_checkpoint
 # cores, all of them may wait for a warpgroup that has none.
 os.environ.setdefault("PJRT_NPROC", "8")
 
+# LLVM's first level for the CPU's programs: a sixth less time to compile them, and they run as fast, since products are
+# in libraries. Flags that are given come later and win.
+if not Path("/proc/driver/nvidia").exists():
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {os.environ.get('XLA_FLAGS', '')}".strip()
+
 # Tracing a model makes millions of small objects that live on: Python's default looks through them all again and again.
 gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collecting made lives to the end: the collections after each module need not look through it."""
+    gc.collect()
+    gc.freeze()
+
 
 # For the nights: `pytest --hypothesis-profile=long tests/scheduler/test_stateful.py`.
 settings.register_profile("long", max_examples=3000, stateful_step_count=300, deadline=None)
@@ -37,9 +49,13 @@ COMPILED_QUICKLY = ("examples", "models", "pallas_kernels", "rollout")
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compilation cache of this run, which its worker processes share: modules compile the same programs."""
+    """A compilation cache of this run, which its worker processes share: modules compile the same programs.
+
+    With `TOKENSPEED_TEST_PROGRAMS=folder` it is that folder, and the next run finds them too. Nothing empties it.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_programs"
+    folder = Path(os.environ.get("TOKENSPEED_TEST_PROGRAMS", folder)).absolute()
     use_compilation_cache(str(folder))
     return folder
 

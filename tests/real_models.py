@@ -5,6 +5,12 @@ With equal sizes the engine's tests and the server's share programs, which take 
 
 from dataclasses import dataclass
 
+MAX_NUM_BATCHED_TOKENS = 1024
+"""Itself a bucket of the ladder from 64 by fours, so that there is none beside it."""
+
+MAX_NUM_SEQS = 9
+"""As many as each has golden prompts: rows of padding pass through all layers, and the head of 262,144 words, too."""
+
 
 @dataclass(frozen=True)
 class RealModel:

@@ -1,5 +1,8 @@
 """Decode attention as its definition reads: every page gathered, one float32 softmax per query head."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -8,6 +11,7 @@ from tokenspeed_jax.pallas_kernels.pages import PageView
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule, softmax_with_sinks
 
 
+@functools.partial(jax.jit, static_argnames=("rule",))
 def decode_attention_reference(
     q: Float[Array, "batch heads dim"],
     k: PageView,

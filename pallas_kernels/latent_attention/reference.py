@@ -1,5 +1,7 @@
 """Latent attention as its definition reads: every page gathered, one float32 softmax per query head."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,7 @@ from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 _EXACT = lax.Precision.HIGHEST
 
 
+@functools.partial(jax.jit, static_argnames=("latent_dim", "rule"))
 def latent_decode_attention_reference(
     q: Float[Array, "batch heads row_dim"],
     rows: PageView,
@@ -30,6 +33,7 @@ def latent_decode_attention_reference(
     return jnp.einsum("bhk,bkd->bhd", weights, values, precision=_EXACT).astype(q.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("rule",))
 def latent_prefill_attention_reference(
     q: Float[Array, "tokens heads query_dim"],
     key: Float[Array, "heads nope_dim latent_dim"],

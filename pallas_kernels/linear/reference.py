@@ -1,5 +1,8 @@
 """The definition of the linear layer, in float32 and one rounding."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -7,6 +10,7 @@ from jaxtyping import Array, Float
 from tokenspeed_jax.pallas_kernels.linear.activations import gate_function
 
 
+@functools.partial(jax.jit, static_argnames=("gate",))
 def linear_reference(
     x: Float[Array, "tokens in"], weight: Float[Array, "out in"], bias: Float[Array, " out"] | None, gate: str | None
 ) -> Float[Array, "tokens outputs"]:

@@ -1,5 +1,8 @@
 """Prefill attention as its definition reads: every token gathers its whole row, one float32 softmax per head."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -19,6 +22,7 @@ def token_rows(
     return row, position, tokens < query_starts[-1]
 
 
+@functools.partial(jax.jit, static_argnames=("rule",))
 def prefill_attention_reference(
     q: Float[Array, "tokens heads dim"],
     k: PageView,

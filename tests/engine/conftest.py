@@ -1,5 +1,6 @@
 """Engines over the tiny golden checkpoints; the tests of one family in a module share those of equal configuration."""
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,20 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 EngineFactory = Callable[..., Engine]
 
 
+def of_equal_steps(config: EngineConfig) -> EngineConfig:
+    """What two configurations have in common whose steps are the same programs, bucket by bucket.
+
+    The options that are left out say what is scheduled, and so which of the buckets there are.
+    """
+    return dataclasses.replace(config, max_num_batched_tokens=None, overlap_schedule=True, checkpoint_granularity=None)
+
+
 @pytest.fixture(scope="module")
 def tiny_engine() -> Iterator[EngineFactory]:
     """`tiny_engine(family, **options)`: a small float32 engine on the CPU, shared by equal configurations.
+
+    Engines that differ in their schedule alone share the steps that one of them has compiled: tracing and lowering them
+    again costs as much as running them.
 
     Buckets compile on first use unless `warmup=True`: most tests need few of them. Asking for another family closes the
     engines of the one before: every compiled program holds memory maps, of which a process may have 65,530. So tests of
@@ -48,7 +60,11 @@ def tiny_engine() -> Iterator[EngineFactory]:
             close()
         if config not in engines:
             own = family == THREE_KINDS
-            engines[config] = Engine.from_model(three_kinds_model(), config) if own else Engine(config)
+            engine = Engine.from_model(three_kinds_model(), config) if own else Engine(config)
+            alike = (other for key, other in engines.items() if of_equal_steps(key) == of_equal_steps(config))
+            if not config.warmup and (first := next(alike, None)) is not None:
+                engine._assembly.programs._steps = first._assembly.programs._steps
+            engines[config] = engine
         return engines[config]
 
     yield make

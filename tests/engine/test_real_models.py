@@ -10,11 +10,11 @@ import pytest
 
 from tokenspeed_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 
-from ..real_models import REAL_MODELS, RealModel
+from ..real_models import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, REAL_MODELS, RealModel
 from .conftest import GOLDEN
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
-"""All 64 recorded tokens are asked for over HTTP: a step of sixteen rows takes a quarter of a second on two cores."""
+"""All 64 recorded tokens are asked for over HTTP: a step of all prompts takes long on two cores."""
 FEW = dataclasses.replace(GREEDY, max_tokens=4)
 
 
@@ -36,7 +36,7 @@ def make_engine(model: Checkpoint, max_num_batched_tokens: int) -> Engine:
         model=str(model.path),
         dtype="float32",
         max_model_len=model.sizes.max_model_len,
-        max_num_seqs=16,
+        max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory_bytes=model.sizes.arena_bytes,
         warmup=False,
@@ -47,7 +47,7 @@ def make_engine(model: Checkpoint, max_num_batched_tokens: int) -> Engine:
 
 @pytest.fixture(scope="module")
 def whole_prompt_engine(model: Checkpoint) -> Iterator[Engine]:
-    with make_engine(model, max_num_batched_tokens=1280) as engine:
+    with make_engine(model, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS) as engine:
         yield engine
 
 

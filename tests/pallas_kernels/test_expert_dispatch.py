@@ -13,6 +13,8 @@ from tokenspeed_jax.pallas_kernels.experts.dispatch import dispatch_mosaic
 from tokenspeed_jax.pallas_kernels.experts.tiles import ExpertTiles
 from tokenspeed_jax.pallas_kernels.experts.xla import combine
 
+from .one_program import one_program
+
 
 @pytest.fixture
 def interpret(capsys):
@@ -32,8 +34,9 @@ def rows(tokens, hidden, seed=1):
 
 def assert_placed(x, expert_ids, num_experts, tile_rows, interpret):
     """Same places as the portable form's, and each choice's token in its slot, bit for bit."""
-    x_slots, tiles = dispatch_mosaic(x, expert_ids, num_experts, tile_rows, interpret=interpret)
-    expected = ExpertTiles.of(expert_ids, num_experts, tile_rows)
+    place = one_program(dispatch_mosaic, num_experts=num_experts, tile_rows=tile_rows, interpret=interpret)
+    x_slots, tiles = place(x, expert_ids)
+    expected = one_program(ExpertTiles.of, num_experts=num_experts, tile_rows=tile_rows)(expert_ids)
     live = int(expected.num_live)
     slots = np.asarray(expected.slot_of_choice)
     np.testing.assert_array_equal(tiles.slot_of_choice, slots)
@@ -72,8 +75,9 @@ def test_the_last_block_starts_before_its_own_tokens(interpret):
 
 def test_a_token_of_nan_moves_nothing(interpret):
     x, expert_ids = rows(9, 64), choices(9, 2, 4)
-    clean, tiles = dispatch_mosaic(x, expert_ids, 4, 8, interpret=interpret)
-    dirty, _ = dispatch_mosaic(x.at[4].set(jnp.nan), expert_ids, 4, 8, interpret=interpret)
+    place = one_program(dispatch_mosaic, num_experts=4, tile_rows=8, interpret=interpret)
+    clean, tiles = place(x, expert_ids)
+    dirty, _ = place(x.at[4].set(jnp.nan), expert_ids)
     others = np.delete(np.asarray(tiles.slot_of_choice), 4, axis=0)
     np.testing.assert_array_equal(np.asarray(dirty)[others], np.asarray(clean)[others])
 
@@ -83,8 +87,8 @@ def test_the_weighted_sum_equals_the_portable_form(interpret, tokens, top_k, hid
     y = rows(tokens * top_k + 5, hidden).at[-5:].set(jnp.nan)  # slots that nobody reads
     slots = jnp.asarray(np.random.default_rng(2).permutation(tokens * top_k).reshape(tokens, top_k), jnp.int32)
     weights = jnp.asarray(np.random.default_rng(3).uniform(size=(tokens, top_k)), jnp.float32)
-    out = combine_mosaic(y, slots, weights, interpret=interpret)
-    expected = combine(y, slots, weights).astype(y.dtype)
+    out = one_program(combine_mosaic, interpret=interpret)(y, slots, weights)
+    expected = one_program(combine)(y, slots, weights).astype(y.dtype)
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7, atol=1e-6)
 
 

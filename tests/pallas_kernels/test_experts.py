@@ -20,6 +20,7 @@ def problem(seed=0, *, tokens=40, top_k=2, num_experts=8, load="even", dtype=jnp
     )  # fmt: skip
 
 
+place = jax.jit(ExpertTiles.of, static_argnums=(1, 2))
 compiled_mlp = jax.jit(expert_mlp, static_argnames=("activation", "alpha", "limit", "implementation"))
 
 
@@ -85,7 +86,7 @@ def test_gradients_reach_tokens_weights_and_experts():
             out = expert_mlp(x, gate_up, down, case.expert_ids, weights, implementation=implementation)
             return jnp.sum(jnp.sin(out))
 
-        return jax.grad(total, (0, 1, 2, 3))(case.x, case.gate_up, case.down, case.expert_weights)
+        return jax.jit(jax.grad(total, (0, 1, 2, 3)))(case.x, case.gate_up, case.down, case.expert_weights)
 
     for actual, expected in zip(loss("xla"), loss("reference"), strict=True):
         assert np.abs(expected).max() > 0
@@ -108,7 +109,7 @@ def test_memory_does_not_grow_with_tokens_times_experts():
 @settings(max_examples=30, deadline=None)
 def test_tiles_hold_every_choice_once_and_one_expert_each(seed, tokens, load, rows):
     case = problem(seed, tokens=tokens, load=load)
-    tiles = ExpertTiles.of(case.expert_ids, 8, rows)
+    tiles = place(case.expert_ids, 8, rows)
     slots = np.asarray(tiles.slot_of_choice)
     assert len(np.unique(slots)) == slots.size
     np.testing.assert_array_equal(np.asarray(tiles.expert_of_tile)[slots // rows], case.expert_ids)

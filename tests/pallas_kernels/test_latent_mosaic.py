@@ -19,6 +19,8 @@ from tokenspeed_jax.pallas_kernels.latent_attention.splits import choose_splits
 from tokenspeed_jax.pallas_kernels.problems import LatentProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
+from .one_program import one_program
+
 SHAPE = {"num_heads": 128, "latent_dim": 512, "rope_dim": 64, "tokens_per_page": 64}
 SHAPE |= {"dtype": "bfloat16", "cache_dtype": "bfloat16"}
 PREFILL = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "tokens_per_page": 64}
@@ -57,9 +59,9 @@ def test_decode_kernels_equal_the_reference_without_races(interpret, heads, spli
         rope_dim=rope_dim, nope_dim=16, value_dim=16, columns=6, dtype=jnp.bfloat16,
     )  # fmt: skip
     problem = dataclasses.replace(problem, rows=behind_other_pages(problem.rows, 1))
-    arguments = (*problem.decode_arguments(), 128, ScoreRule(0.3))
-    out = latent_decode_attention_mosaic(*arguments, splits=splits, interpret=interpret)
-    expected = latent_decode_attention_reference(*arguments)
+    arguments, how = problem.decode_arguments(), {"latent_dim": 128, "rule": ScoreRule(0.3)}
+    out = one_program(latent_decode_attention_mosaic, **how, splits=splits, interpret=interpret)(*arguments)
+    expected = latent_decode_attention_reference(*arguments, **how)
     out, expected = np.asarray(out, np.float32), np.asarray(expected, np.float32)
     np.testing.assert_allclose(out, expected, atol=2e-2)
     np.testing.assert_array_equal(out[np.asarray(kv_lens) == 0], 0.0)
@@ -77,10 +79,8 @@ def prefill_problem(rows=PREFILL_ROWS, num_heads=2, **options):
 
 
 def interpreted_prefill(problem, tiling, interpret):
-    out = latent_prefill_attention_mosaic(
-        *problem.prefill_arguments(), ScoreRule(0.1), tiling=tiling, interpret=interpret
-    )
-    return np.asarray(out, np.float32)
+    prefill = one_program(latent_prefill_attention_mosaic, rule=ScoreRule(0.1), tiling=tiling, interpret=interpret)
+    return np.asarray(prefill(*problem.prefill_arguments()), np.float32)
 
 
 def test_prefill_kernel_equals_the_reference_without_races(interpret):

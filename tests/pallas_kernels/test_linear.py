@@ -19,6 +19,10 @@ from tokenspeed_jax.pallas_kernels.linear.mosaic import (
 )
 from tokenspeed_jax.pallas_kernels.linear.reference import linear_reference
 
+from .one_program import one_program
+
+portable = jax.jit(linear, static_argnames=("gate", "implementation"))
+
 
 @pytest.fixture
 def interpret(capsys):
@@ -30,10 +34,11 @@ def interpret(capsys):
 def problem(tokens, outputs, channels, bias=False, dtype=jnp.bfloat16, seed=0):
     rng = np.random.default_rng(seed)
 
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
 
-    return normal(tokens, channels), normal(outputs, channels) / channels**0.5, normal(outputs) if bias else None
+    weight = normal(outputs, channels, scale=channels**-0.5)
+    return normal(tokens, channels), weight, normal(outputs) if bias else None
 
 
 def assert_close(actual, expected, tolerance=1e-2):
@@ -51,7 +56,7 @@ def assert_close(actual, expected, tolerance=1e-2):
 )
 def test_the_portable_form_is_the_definition(tokens, outputs, channels, bias, gate):
     arguments = problem(tokens, outputs, channels, bias, jnp.float32)
-    assert_close(linear(*arguments, gate=gate, implementation="xla"), linear_reference(*arguments, gate), 1e-5)
+    assert_close(portable(*arguments, gate=gate, implementation="xla"), linear_reference(*arguments, gate), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_the_portable_form_is_the_definition(tokens, outputs, channels, bias, ga
 )
 def test_kernel_equals_the_definition_without_races(interpret, tokens, outputs, channels, tiling, gate, bias):
     x, weight, b = problem(tokens, outputs, channels, bias)
-    out = linear_mosaic(x, weight, b, gate, tiling=tiling, interpret=interpret)
+    out = one_program(linear_mosaic, gate=gate, tiling=tiling, interpret=interpret)(x, weight, b)
     assert out.dtype == x.dtype
     assert_close(out, linear_reference(x, weight, b, gate))
 
@@ -75,7 +80,8 @@ def test_a_token_that_is_not_a_number_stays_in_its_row(interpret):
     x, weight, _ = problem(16, 64, 128)
     broken = x.at[3].set(jnp.nan)
     tiling = LinearTiling(64, 2)
-    out, clean = (linear_mosaic(y, weight, None, None, tiling=tiling, interpret=interpret) for y in (broken, x))
+    run = one_program(linear_mosaic, bias=None, gate=None, tiling=tiling, interpret=interpret)
+    out, clean = (run(y, weight) for y in (broken, x))
     rows = np.arange(16) != 3
     np.testing.assert_array_equal(np.asarray(out, np.float32)[rows], np.asarray(clean, np.float32)[rows])
     assert np.isnan(np.asarray(out, np.float32)[3]).all()

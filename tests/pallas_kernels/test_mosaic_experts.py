@@ -14,6 +14,8 @@ from tokenspeed_jax.pallas_kernels.experts.problems import ExpertProblem
 from tokenspeed_jax.pallas_kernels.experts.reference import expert_mlp_reference
 from tokenspeed_jax.pallas_kernels.experts.weights import ExpertWeights
 
+from .one_program import one_program
+
 SWIGLU = GatedActivation("swiglu")
 OAI = GatedActivation("swiglu_oai", alpha=1.702, limit=1.0)
 SHAPE = {"hidden": 2048, "inner": 768, "top_k": 8, "dtypes": {"bfloat16"}}
@@ -58,8 +60,8 @@ def assert_close(actual, expected):
 )
 def test_kernel_equals_the_reference_without_races(interpret, tokens, top_k, num_experts, load, activation, bias):
     arguments = problem(tokens, top_k, num_experts, load=load, bias=bias)
-    out = expert_mlp_mosaic(*arguments, activation, interpret=interpret)
-    assert_close(out, expert_mlp_reference(*arguments, activation))
+    out = one_program(expert_mlp_mosaic, activation=activation, interpret=interpret)(*arguments)
+    assert_close(out, one_program(expert_mlp_reference, activation=activation)(*arguments))
 
 
 def test_blocks_take_several_items_and_stages_come_around(interpret, monkeypatch):
@@ -68,8 +70,8 @@ def test_blocks_take_several_items_and_stages_come_around(interpret, monkeypatch
     monkeypatch.setattr(mosaic, "MAX_STAGES", 2)
     arguments = problem(9, 2, 3, hidden=192, inner=128)
     activation = GatedActivation("swiglu", limit=50.0)  # none of another test's, whose trace would be taken again
-    out = expert_mlp_mosaic(*arguments, activation, interpret=interpret)
-    assert_close(out, expert_mlp_reference(*arguments, activation))
+    out = one_program(expert_mlp_mosaic, activation=activation, interpret=interpret)(*arguments)
+    assert_close(out, one_program(expert_mlp_reference, activation=activation)(*arguments))
 
 
 def test_no_expert_without_tokens_is_read(interpret):
@@ -77,8 +79,9 @@ def test_no_expert_without_tokens_is_read(interpret):
     unchosen = np.setdiff1d(np.arange(8), np.asarray(expert_ids))
     assert len(unchosen)
     poisoned = ExpertWeights(weights.gate_up.at[unchosen].set(jnp.nan), weights.down.at[unchosen].set(jnp.nan))
-    clean = expert_mlp_mosaic(x, weights, expert_ids, expert_weights, SWIGLU, interpret=interpret)
-    out = expert_mlp_mosaic(x, poisoned, expert_ids, expert_weights, SWIGLU, interpret=interpret)
+    run = one_program(expert_mlp_mosaic, activation=SWIGLU, interpret=interpret)
+    clean = run(x, weights, expert_ids, expert_weights)
+    out = run(x, poisoned, expert_ids, expert_weights)
     np.testing.assert_array_equal(out, clean)
 
 
@@ -93,7 +96,7 @@ def test_gradients_pass_through_the_kernel():
                 out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
             )
 
-        return jax.tree.leaves(jax.grad(total, (0, 1, 2))(x, weights, expert_weights))
+        return jax.tree.leaves(one_program(jax.grad(total, (0, 1, 2)))(x, weights, expert_weights))
 
     for actual, expected in zip(
         loss(expert_mlp_mosaic, interpret=plgpu.InterpretGPUParams()), loss(expert_mlp_reference), strict=True

@@ -17,6 +17,8 @@ from tokenspeed_jax.pallas_kernels.prefill_attention.reference import prefill_at
 from tokenspeed_jax.pallas_kernels.problems import PagedProblem
 from tokenspeed_jax.pallas_kernels.scores import ScoreRule
 
+from .one_program import one_program
+
 SHAPE = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 64}
 SHAPE |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 SINKS = jnp.asarray([-jnp.inf, 5.0, 7.0], jnp.bfloat16)  # of the heads of a problem
@@ -64,7 +66,8 @@ def test_decode_kernel_equals_the_reference_without_races(interpret, tiling, kv_
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 1), v=behind_other_pages(problem.v, 2))
     arguments = problem.decode_arguments()
-    out = decode_attention_mosaic(*arguments, rule, sinks, tiling=tiling, interpret=interpret)
+    decode = one_program(decode_attention_mosaic, rule=rule, tiling=tiling, interpret=interpret)
+    out = decode(*arguments, sinks=sinks)
     assert_close(out, decode_attention_reference(*arguments, rule, sinks))
 
 
@@ -76,13 +79,11 @@ def test_a_decoded_row_does_not_depend_on_its_batch_nor_on_the_width_of_its_tabl
     )  # fmt: skip
     q, k, v, table, lens = problem.decode_arguments()
 
-    def decode(q, table, lens):
-        return decode_attention_mosaic(q, k, v, table, lens, ScoreRule(0.2), tiling=tiling, interpret=interpret)
-
-    both = decode(q, table, lens)
-    wider = decode(q[::-1], jnp.pad(table[::-1], ((0, 0), (0, 4))), lens[::-1].at[1].set(64))
+    decode = one_program(decode_attention_mosaic, rule=ScoreRule(0.2), tiling=tiling, interpret=interpret)
+    both = decode(q, k, v, table, lens)
+    wider = decode(q[::-1], k, v, jnp.pad(table[::-1], ((0, 0), (0, 4))), lens[::-1].at[1].set(64))
     np.testing.assert_array_equal(np.asarray(both[1], np.float32), np.asarray(wider[0], np.float32))
-    alone = decode(q[1:], table[1:], lens[1:])
+    alone = decode(q[1:], k, v, table[1:], lens[1:])
     np.testing.assert_array_equal(np.asarray(both[1], np.float32), np.asarray(alone[0], np.float32))
 
 
@@ -114,7 +115,8 @@ def test_prefill_kernel_equals_the_reference_without_races(
     )  # fmt: skip
     problem = dataclasses.replace(problem, k=behind_other_pages(problem.k, 2), v=behind_other_pages(problem.v, 1))
     arguments = problem.prefill_arguments()
-    out = prefill_attention_mosaic(*arguments, rule, sinks, tiling=tiling, interpret=interpret)
+    prefill = one_program(prefill_attention_mosaic, rule=rule, tiling=tiling, interpret=interpret)
+    out = prefill(*arguments, sinks=sinks)
     assert_close(out, prefill_attention_reference(*arguments, rule, sinks))
 
 

@@ -11,6 +11,8 @@ from tokenspeed_jax.pallas_kernels import table_expansion
 from tokenspeed_jax.pallas_kernels.table_expansion import TableGeometry, expand_tables
 from tokenspeed_jax.pallas_kernels.table_expansion.mosaic import expand_tables_mosaic
 
+from .one_program import one_program
+
 # Columns of each group's table, rows, tokens: tables of scalars, whole vectors, vectors with a tail, several blocks.
 SHAPES = {
     "scalars": ((5, 7), 3, 9),
@@ -19,6 +21,7 @@ SHAPES = {
     "blocks": ((150, 1), 8, 16),
 }
 GEOMETRIES = (TableGeometry(2, 16), TableGeometry(1, 64))
+expand_at_once = one_program(expand_tables, geometries=GEOMETRIES)
 
 
 def random_step(shape, seed):
@@ -42,6 +45,9 @@ def interpret(capsys):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_kernel_equals_the_plain_form(interpret, shape):
+    plain = one_program(expand_tables, geometries=GEOMETRIES, implementation="reference")
+    kernel = one_program(expand_tables_mosaic, geometries=GEOMETRIES, interpret=interpret)
+
     @settings(max_examples=10, deadline=None)
     @given(st.integers(0, 2**31))
     def check(seed):
@@ -49,8 +55,8 @@ def test_kernel_equals_the_plain_form(interpret, shape):
             tuple(map(jnp.asarray, part)) if isinstance(part, list) else jnp.asarray(part)
             for part in random_step(shape, seed)
         )
-        expected = expand_tables(tables, GEOMETRIES, rows, positions, implementation="reference")
-        actual = expand_tables_mosaic(tables, GEOMETRIES, rows, positions, interpret=interpret)
+        expected = plain(tables, rows=rows, positions=positions)
+        actual = kernel(tables, rows=rows, positions=positions)
         for group in range(2):
             np.testing.assert_array_equal(actual.page_tables[group], expected.page_tables[group])
             np.testing.assert_array_equal(actual.slots[group], expected.slots[group])
@@ -62,7 +68,7 @@ def test_kernel_equals_the_plain_form(interpret, shape):
 @given(st.integers(0, 2**31))
 def test_pages_and_slots_lie_in_the_rows_own_blocks_or_nowhere(seed):
     tables, rows, positions = random_step(SHAPES["scalars"], seed)
-    out = expand_tables([jnp.asarray(t) for t in tables], GEOMETRIES, jnp.asarray(rows), jnp.asarray(positions))
+    out = expand_at_once([jnp.asarray(t) for t in tables], rows=jnp.asarray(rows), positions=jnp.asarray(positions))
     for table, geometry, pages, slots in zip(tables, GEOMETRIES, out.page_tables, out.slots, strict=True):
         owned = np.repeat(np.maximum(table, 0), geometry.pages_per_block, axis=1)
         np.testing.assert_array_equal(np.asarray(pages) // geometry.pages_per_block, owned)
