@@ -1,6 +1,5 @@
 # make serve [MODEL=folder, GGUF file or hub id] [ARGS="--port 9000 ..."]   set up, then serve (a demo model without MODEL)
 # make test                                                               set up, then every test that needs no GPU
-# TOKENSPEED_TEST_PROGRAMS=folder make test                               the same, with programs kept from run to run
 # make test-page                                                          the status page in Chromium, where there is one
 # make lint, make test-cpp                                                the checks of .ci/run one by one
 # make fuzz [FUZZ_SECONDS=...]                                            fuzz the scheduler's calls, with clang

@@ -49,13 +49,9 @@ COMPILED_QUICKLY = ("examples", "models", "pallas_kernels", "rollout")
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compilation cache of this run, which its worker processes share: modules compile the same programs.
-
-    With `TOKENSPEED_TEST_PROGRAMS=folder` it is that folder, and the next run finds them too. Nothing empties it.
-    """
+    """A compilation cache of this run, which its worker processes share: modules compile the same programs."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_programs"
-    folder = Path(os.environ.get("TOKENSPEED_TEST_PROGRAMS", folder)).absolute()
     use_compilation_cache(str(folder))
     return folder
 
