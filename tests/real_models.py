@@ -5,9 +5,6 @@ With equal sizes the engine's tests and the server's share programs, which take 
 
 from dataclasses import dataclass
 
-MAX_NUM_BATCHED_TOKENS = 1024
-"""Itself a bucket of the ladder from 64 by fours, so that there is none beside it."""
-
 MAX_NUM_SEQS = 9
 """As many as each has golden prompts: rows of padding pass through all layers, and the head of 262,144 words, too."""
 
@@ -19,11 +16,13 @@ class RealModel:
     Attributes:
         path_fixture: the fixture in conftest.py that fetches the checkpoint.
         max_model_len: the longest prompt and 80 tokens more.
+        max_num_batched_tokens: no less than the longest prompt, which has to pass in one chunk too.
         parent_bytes: bytes of one parent of its cache in float32, with blocks of 64 tokens.
     """
 
     path_fixture: str
     max_model_len: int
+    max_num_batched_tokens: int
     parent_bytes: int
 
     @property
@@ -33,6 +32,6 @@ class RealModel:
 
 
 REAL_MODELS = {
-    "smollm2-135m": RealModel("smollm2_path", 763 + 80, 64 * 30 * 2 * 3 * 64 * 4),
-    "gemma3-270m": RealModel("gemma3_270m_path", 1184 + 80, 64 * 15 * 2 * 256 * 4),
+    "smollm2-135m": RealModel("smollm2_path", 763 + 80, 1024, 64 * 30 * 2 * 3 * 64 * 4),
+    "gemma3-270m": RealModel("gemma3_270m_path", 1184 + 80, 1280, 64 * 15 * 2 * 256 * 4),
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from ..real_models import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, REAL_MODELS
+from ..real_models import MAX_NUM_SEQS, REAL_MODELS
 from .conftest import TINY
 from .server_process import ServerProcess
 
@@ -30,7 +30,7 @@ def served(request: pytest.FixtureRequest, compiled_programs: Path) -> Iterator[
     options = [
         "--model", str(path), "--served-model-name=real", "--port=0", "--dtype=float32", "--no-warmup",
         f"--max-model-len={sizes.max_model_len}", f"--max-num-seqs={MAX_NUM_SEQS}",
-        f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
+        f"--max-num-batched-tokens={sizes.max_num_batched_tokens}",
         f"--kv-cache-memory-bytes={sizes.arena_bytes}", f"--compilation-cache-dir={compiled_programs}",
         "--disable-progress-bars",
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from tokenspeed_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 
-from ..real_models import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, REAL_MODELS, RealModel
+from ..real_models import MAX_NUM_SEQS, REAL_MODELS, RealModel
 from .conftest import GOLDEN
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=True)
@@ -47,7 +47,7 @@ def make_engine(model: Checkpoint, max_num_batched_tokens: int) -> Engine:
 
 @pytest.fixture(scope="module")
 def whole_prompt_engine(model: Checkpoint) -> Iterator[Engine]:
-    with make_engine(model, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS) as engine:
+    with make_engine(model, max_num_batched_tokens=model.sizes.max_num_batched_tokens) as engine:
         yield engine
 
 
