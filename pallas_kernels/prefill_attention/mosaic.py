@@ -1,16 +1,17 @@
-"""Prefill attention for Hopper GPUs, written with Mosaic GPU: tiles of 128 queries over the pages of their row.
+"""Prefill attention for Hopper GPUs, written with Mosaic GPU: tiles of queries over the pages of their row.
 
     list of (tile, head): sections of heads, in each the tiles that see most keys first
-    grid: one block per multiprocessor takes every 132nd entry, back and forth; block = three warpgroups
+    grid: one block per multiprocessor takes every 132nd entry, back and forth; block = a loader and two or three
+    compute warpgroups, each with 64 rows of a tile
 
-    loader warpgroup                 shared memory                       compute warpgroups 0 and 1
-    ----------------                 -------------                       --------------------------
+    loader warpgroup                 shared memory                       compute warpgroups
+    ----------------                 -------------                       ------------------
     page ids <- page_table
-    waits k_free[slot] (both)
+    waits k_free[slot] (all)
     k[page, :, kv head] -- TMA ----> k[slot] [keys, D] -------------->   waits k_ready[slot]; S = q k^T (wgmma)
     waits q_free[own], once a tile                                       arrives k_free[slot]
-    q[tokens, head] ----- TMA -----> q [2, 64, D] ------------------->   waits q_ready[own], once a tile
-    waits v_free[slot] (both)                                            arrives q_free[own] after its last S
+    q[tokens, head] ----- TMA -----> q [n, 64, D] ------------------->   waits q_ready[own], once a tile
+    waits v_free[slot] (all)                                             arrives q_free[own] after its last S
     v[page, :, kv head] -- TMA ----> v[slot] [keys, D] -------------->   waits v_ready[slot]; O += P v (wgmma)
     ... next block of keys                                               arrives v_free[slot]
 
@@ -24,8 +25,8 @@ What a compute warpgroup does with block i of the keys, and when (its time runs 
     S(i) = q k(i)^T                  O *= what the new peaks left of it; P(i-1) -> 16 bits
     O += P(i-1) v(i-1)               softmax of S(i): peaks, P(i), sums
 
-so that the matrix units work while exponents are computed. The two warpgroups besides take turns in issuing products
-(`turn`): the products of one fall into the softmax of the other. A warpgroup that sees no more of the tile's keys, or
+so that the matrix units work while exponents are computed. The warpgroups besides take turns in issuing products
+(`turn`): the products of one fall into the softmax of another. A warpgroup that sees no more of the tile's keys, or
 has no row in it, lets the rest pass: it waits and arrives wherever the others count on it.
 
 The loader runs ahead into the next tile, so that its first keys and its queries are there when the outputs of the last
