@@ -16,29 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from steps import QWEN3_30B_A3B
 
 from tokenspeed_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 from tokenspeed_jax.models.registry import resolve_model
 from tokenspeed_jax.rollout import token_log_probabilities
 
-SHAPE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_act": "silu",
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-}
 TINY = {
     "vocab_size": 512,
     "head_dim": 16,
@@ -105,7 +88,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="to try the script on a CPU")
     arguments = parser.parse_args()
-    fields = SHAPE | {"num_hidden_layers": arguments.layers} | (TINY if arguments.tiny else {})
+    fields = QWEN3_30B_A3B | {"num_hidden_layers": arguments.layers} | (TINY if arguments.tiny else {})
     family, config = resolve_model(fields)
     build = nnx.jit(lambda: family.build(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     model = build()

@@ -13,9 +13,9 @@ from tokenspeed_jax.pallas_kernels.implementations import (
 from tokenspeed_jax.pallas_kernels.sampling.draw_mosaic import GROUP, draw_mosaic
 from tokenspeed_jax.pallas_kernels.sampling.mosaic import MOST_VOCAB, SPAN, truncation_cut_mosaic
 from tokenspeed_jax.pallas_kernels.sampling.noise import gumbel_noise
-from tokenspeed_jax.pallas_kernels.sampling.reference import draw_reference, truncation_cut_reference
+from tokenspeed_jax.pallas_kernels.sampling.reference import truncation_cut_reference
 from tokenspeed_jax.pallas_kernels.sampling.truncation import MAX_VOCAB, Truncation
-from tokenspeed_jax.pallas_kernels.sampling.xla import draw_xla, truncation_cut_xla
+from tokenspeed_jax.pallas_kernels.sampling.xla import draw_above, truncation_cut_xla
 
 ORDER: tuple[Implementation, ...] = ("xla", "mosaic")
 """The kernels are taken where a call names them: on a GPU they have been timed, but their draws not yet compared."""
@@ -52,7 +52,7 @@ def truncation_cut(
     nothing; no logit may be NaN or infinity.
 
     Args:
-        implementation: None takes the fastest that serves the call.
+        implementation: None takes the first of `ORDER` that serves the call.
 
     Returns:
         The least logit that stays in each row, or -inf where all do; infinity where none does.
@@ -94,11 +94,11 @@ def draw(
     Raises:
         ValueError: see `truncation_cut`.
     """
-    function = {"reference": draw_reference, "xla": draw_xla, "mosaic": draw_mosaic}[
-        _choose(implementation, logits, truncation)
-    ]
+    rows = (logits, truncation, is_greedy, seed, output_index)
     with jax.named_scope("draw"):
-        return function(logits, truncation, is_greedy, seed, output_index)
+        if _choose(implementation, logits, truncation) == "mosaic":
+            return draw_mosaic(*rows)
+        return draw_above(truncation_cut(logits, truncation, implementation=implementation), *rows)
 
 
 def _choose(implementation: Implementation | None, logits: jax.Array, truncation: Truncation) -> Implementation:

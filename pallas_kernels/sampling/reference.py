@@ -1,7 +1,7 @@
 """The truncation as its definition reads: every row is sorted."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Float32
 
 from tokenspeed_jax.pallas_kernels.sampling.truncation import (
     Truncation,
@@ -11,7 +11,6 @@ from tokenspeed_jax.pallas_kernels.sampling.truncation import (
     row_peak,
     scale_logits,
 )
-from tokenspeed_jax.pallas_kernels.sampling.xla import draw_above
 
 
 def truncation_cut_reference(logits: Float32[Array, "rows vocab"], truncation: Truncation) -> Float32[Array, " rows"]:
@@ -30,14 +29,3 @@ def truncation_cut_reference(logits: Float32[Array, "rows vocab"], truncation: T
     kept &= (weights >= least) | (truncation.top_p >= 1.0)[:, None]
     kept &= weights >= truncation.min_p[:, None]
     return jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1)
-
-
-def draw_reference(
-    logits: Float32[Array, "rows vocab"],
-    truncation: Truncation,
-    is_greedy: Bool[Array, " rows"],
-    seed: UInt32[Array, "rows 2"],
-    output_index: Int32[Array, " rows"],
-) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
-    """See `draw`."""
-    return draw_above(truncation_cut_reference(logits, truncation), logits, truncation, is_greedy, seed, output_index)

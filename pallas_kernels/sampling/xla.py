@@ -35,17 +35,6 @@ def truncation_cut_xla(logits: Float32[Array, "rows vocab"], truncation: Truncat
     return jnp.min(jnp.where(kept, logits, jnp.inf), axis=-1)
 
 
-def draw_xla(
-    logits: Float32[Array, "rows vocab"],
-    truncation: Truncation,
-    is_greedy: Bool[Array, " rows"],
-    seed: UInt32[Array, "rows 2"],
-    output_index: Int32[Array, " rows"],
-) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
-    """See `draw`."""
-    return draw_above(truncation_cut_xla(logits, truncation), logits, truncation, is_greedy, seed, output_index)
-
-
 def draw_above(
     cut: Float32[Array, " rows"],
     logits: Float32[Array, "rows vocab"],
