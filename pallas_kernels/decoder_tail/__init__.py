@@ -54,9 +54,9 @@ def decoder_tail(
         mixed: what the layer's attention saw, all heads of a token in a row.
         gate_up: the gate's rows before the up projection's.
         activation: f, by name.
-        implementation: None takes the fastest that serves the call. `mosaic`, for at most 64 tokens of bfloat16, is one
-            launch; `xla` are the operations `linear` and `add_norm`, of which each takes its own fastest form, and the
-            definition of the gradients.
+        implementation: None takes the first of `ORDER` that serves the call. `mosaic`, for at most 64 tokens of
+            bfloat16, is one launch; `xla` are the operations `linear` and `add_norm`, of which each takes its own
+            fastest form, and the definition of the gradients.
 
     Returns:
         The stream, and what is still to be added to it, in x's dtype; None where it is in it already.

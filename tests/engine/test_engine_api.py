@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 import time
 
@@ -58,6 +59,25 @@ def test_the_prompts_of_a_batch_are_planned_together(engine: Engine, monkeypatch
     monkeypatch.setattr(programs, "run", lambda built: (rows.append(len(built.slots)), run(built))[1])
     engine.generate([ids(seed, 9) for seed in range(4)], GREEDY)
     assert rows[0] == 4
+
+
+def test_a_batch_that_is_refused_half_way_leaves_no_id_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are counted; a caller may have taken the one that comes next."""
+    intake = engine._assembly.intake
+    ended = threading.Event()
+    monkeypatch.setattr(intake, "_serial", itertools.count(10**6))
+    taken = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    engine.pause()
+    engine.submit(
+        ids(1), taken, request_id="request-1000002", on_delta=lambda delta: delta.finish_reason and ended.set()
+    )
+    with pytest.raises(InvalidRequest, match="request-1000002"):
+        engine.generate([ids(2), ids(3)], GREEDY)
+    assert intake._live_ids._ids == {"request-1000002"}
+    assert engine.num_queued_requests == 1
+    engine.resume()
+    assert ended.wait(60)
+    assert len(engine.generate([ids(2), ids(3)], GREEDY)) == 2
 
 
 def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from tokenspeed_jax.engine.source import ModelSource
 from tokenspeed_jax.engine.stop import StopChecker
 from tokenspeed_jax.engine.validation import check_sampling, check_tokens
 from tokenspeed_jax.engine.weight_store import WeightStore
-from tokenspeed_jax.errors import EngineClosed, EngineStateError
+from tokenspeed_jax.errors import EngineClosed, EngineStateError, InvalidRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,13 +60,11 @@ class RequestIntake:
         priority: int | Sequence[int],
         cache_salt: str | None,
     ) -> list[tuple[list[int], SamplingParams, RequestOptions]]:
-        """The prompts of a batch with what goes with each, all checked. Raises `InvalidRequest`."""
+        """The prompts of a batch with what goes with each, for `submit_batch`. Raises `InvalidRequest`."""
         items = as_batch(prompts)
         each = params_per_prompt(params, len(items))
         options = options_per_prompt(priority, cache_salt, len(items))
         token_ids = [as_token_ids(prompt, self._source.tokenizer) for prompt in items]
-        for ids, item in zip(token_ids, each, strict=True):
-            self.check(ids, item)
         return list(zip(token_ids, each, options, strict=True))
 
     def check(self, token_ids: list[int], params: SamplingParams) -> tuple[int, Grammar | None]:
@@ -100,16 +98,19 @@ class RequestIntake:
         requests: Sequence[tuple[list[int], SamplingParams, RequestOptions]],
         receivers: Sequence[Callable[[RequestDelta], None]],
     ) -> None:
-        """Hands requests as `batch` gives them to the loop, all or none.
+        """Checks requests as `batch` gives them, and hands them to the loop, all or none.
 
         The loop finds them together: were the first planned alone, its step would have room for tokens of the others.
         """
         checked = [self.check(prompt, params) for prompt, params, _ in requests]
         self._check_ready()
-        states = [
-            self._request(*request, None, on_delta, *found)
-            for request, on_delta, found in zip(requests, receivers, checked, strict=True)
-        ]
+        states: list[RequestState] = []
+        try:
+            for request, on_delta, found in zip(requests, receivers, checked, strict=True):
+                states.append(self._request(*request, None, on_delta, *found))
+        except InvalidRequest:  # a caller's own id is the one that stood next
+            self._release(states)
+            raise
         self._hand_over(states)
 
     def _check_ready(self) -> None:
@@ -149,9 +150,13 @@ class RequestIntake:
                 [Submission(request, [sample.spec() for sample in request.samples]) for request in requests]
             )
         except (EngineClosed, EngineStateError):
-            for request in requests:
-                self._live_ids.release(request.request_id)
+            self._release(requests)
             raise
+
+    def _release(self, requests: Sequence[RequestState]) -> None:
+        """Frees the ids of requests that the loop has not taken."""
+        for request in requests:
+            self._live_ids.release(request.request_id)
 
     def _sample(self, request: RequestState, serial: int, index: int, seed: int) -> SampleState:
         stop = StopChecker(
